@@ -1,0 +1,1 @@
+//! The bytes of a segment: messages as frames, packed and compressed.

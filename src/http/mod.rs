@@ -1,0 +1,2 @@
+//! HTTP: the edges, routing and answering. The only module that knows sockets.
+pub mod edge;

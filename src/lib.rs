@@ -1,0 +1,3 @@
+//! WaspMQ: a message broker on PostgreSQL.
+pub mod broker;
+pub mod http;

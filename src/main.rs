@@ -1,0 +1,2 @@
+//! The `waspmq` command.
+fn main() {}
