@@ -1,3 +1,4 @@
 //! WaspMQ: a message broker on PostgreSQL.
 pub mod broker;
 pub mod http;
+pub mod store;

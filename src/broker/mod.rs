@@ -1,6 +1,7 @@
 //! The domain: what a push, a pop, an ack and an option mean, without sockets,
 //! threads or SQL.
 pub mod ack;
+pub mod answer;
 pub mod error;
 pub mod pop;
 pub mod push;

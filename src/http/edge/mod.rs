@@ -6,6 +6,8 @@
 
 use std::sync::Arc;
 
+pub use crate::broker::answer::{Delivery, Reply, ReplyHandle, ReplySink};
+
 /// Limits of an edge. Every one of them has an answer of its own on the wire.
 #[derive(Clone, Debug)]
 pub struct EdgeLimits {
@@ -51,76 +53,6 @@ pub struct Request {
     pub body: Vec<u8>,
     /// Where the answer goes.
     pub reply: ReplyHandle,
-}
-
-/// One answer. The edge adds `Content-Length`, `Date` and `Connection`; a 204 is
-/// written with neither length nor type, and a HEAD without its body.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Reply {
-    /// Status code.
-    pub status: u16,
-    /// Value of `Content-Type`; ignored for a 204.
-    pub content_type: &'static str,
-    /// Further headers, such as `Allow` or `Retry-After`.
-    pub headers: Vec<(&'static str, String)>,
-    /// The body; must be empty for a 204.
-    pub body: Vec<u8>,
-}
-
-/// What became of a reply, as far as the kernel tells at once.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Delivery {
-    /// Handed to the kernel, or queued on a connection that is still there.
-    Written,
-    /// The connection was gone: nobody will read this reply.
-    Gone,
-}
-
-/// What an edge implements for one outstanding request.
-pub trait ReplySink: Send {
-    /// Writes the reply; called at most once.
-    fn send(&mut self, reply: Reply) -> Delivery;
-    /// True once the client closed or reset its connection (a half-close counts:
-    /// it cannot be told from a close). Cheap: called for every parked pop on
-    /// every wake.
-    fn is_gone(&self) -> bool;
-}
-
-/// The right, and the duty, to answer one request. Dropped unanswered it answers
-/// 500, so that a bug never leaves a connection hanging.
-pub struct ReplyHandle(Option<Box<dyn ReplySink>>);
-
-impl ReplyHandle {
-    /// Wraps an edge's sink.
-    pub fn new(sink: Box<dyn ReplySink>) -> Self {
-        Self(Some(sink))
-    }
-
-    /// Sends the answer.
-    pub fn send(mut self, reply: Reply) -> Delivery {
-        match self.0.take() {
-            Some(mut sink) => sink.send(reply),
-            None => Delivery::Gone,
-        }
-    }
-
-    /// Whether the client has gone while its reply is outstanding.
-    pub fn is_gone(&self) -> bool {
-        self.0.as_ref().is_none_or(|sink| sink.is_gone())
-    }
-}
-
-impl Drop for ReplyHandle {
-    fn drop(&mut self) {
-        if let Some(mut sink) = self.0.take() {
-            sink.send(Reply {
-                status: 500,
-                content_type: "application/json",
-                headers: Vec::new(),
-                body: br#"{"success":false,"error":"the request was dropped without an answer; whether it took effect is not known","code":"internal"}"#.to_vec(),
-            });
-        }
-    }
 }
 
 /// What an edge hands requests to. Called on an edge's thread: it must not block.

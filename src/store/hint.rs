@@ -1,0 +1,43 @@
+//! Hints between the brokers of one database.
+//!
+//! They travel by `NOTIFY`, on a connection of their own and never inside a data
+//! transaction: a notifying commit takes a lock that serialises it with every
+//! other one of the database.
+
+use super::{Conn, StoreError};
+use uuid::Uuid;
+
+/// The notification channel.
+pub const CHANNEL: &str = "waspmq";
+/// Most bytes of one notification's payload; PostgreSQL refuses 8,000 and more.
+pub const MAX_PAYLOAD_BYTES: usize = 7_900;
+
+/// Says that this broker lives, and returns how many others do. A broker that
+/// has not been heard of for ten seconds does not count; after a minute it is forgotten.
+pub fn heartbeat(conn: &mut Conn, broker: Uuid) -> Result<i64, StoreError> {
+    let rows = conn.query(
+        "WITH me AS (
+             INSERT INTO broker (id) VALUES ($1) ON CONFLICT (id) DO UPDATE SET seen_at = clock_timestamp()
+         ), dead AS (
+             DELETE FROM broker WHERE seen_at < clock_timestamp() - interval '1 minute' AND id <> $1
+         )
+         SELECT count(*) FROM broker WHERE id <> $1 AND seen_at > clock_timestamp() - interval '10 seconds'",
+        &[&broker],
+    )?;
+    Ok(rows.first().map_or(0, |row| row.get(0)))
+}
+
+/// Says that this broker is gone.
+pub fn leave(conn: &mut Conn, broker: Uuid) -> Result<(), StoreError> {
+    conn.query("DELETE FROM broker WHERE id = $1", &[&broker]).map(|_| ())
+}
+
+/// Sends payloads to all brokers, this one included, in one commit.
+pub fn notify(conn: &mut Conn, payloads: &[String]) -> Result<(), StoreError> {
+    conn.query("SELECT pg_notify('waspmq', p) FROM unnest($1::text[]) AS p", &[&payloads]).map(|_| ())
+}
+
+/// Starts to listen.
+pub fn listen(conn: &mut Conn) -> Result<(), StoreError> {
+    conn.run(|client| client.batch_execute("LISTEN waspmq"))
+}
