@@ -18,6 +18,15 @@ pub struct QueueInfo {
     pub min_pop_wait_ms: i32,
     /// Seconds of deduplication; 0 = off.
     pub dedup_window_seconds: i32,
+    /// Seconds a partition is held back after its first unseen push; 0 = off.
+    pub window_buffer_seconds: i32,
+}
+
+/// The columns of [`QueueInfo`], in order.
+macro_rules! info_columns {
+    () => {
+        "id, name, namespace, task, min_pop_wait_time, dedup_window_seconds, window_buffer"
+    };
 }
 
 impl QueueInfo {
@@ -29,6 +38,7 @@ impl QueueInfo {
             task: row.get(3),
             min_pop_wait_ms: row.get(4),
             dedup_window_seconds: row.get(5),
+            window_buffer_seconds: row.get(6),
         }
     }
 }
@@ -36,7 +46,7 @@ impl QueueInfo {
 /// Finds a queue.
 pub fn find_queue(conn: &mut Conn, name: &str) -> Result<Option<QueueInfo>, StoreError> {
     let rows = conn.query(
-        "SELECT id, name, namespace, task, min_pop_wait_time, dedup_window_seconds FROM queue WHERE name = $1",
+        concat!("SELECT ", info_columns!(), " FROM queue WHERE name = $1"),
         &[&name],
     )?;
     Ok(rows.first().map(QueueInfo::from_row))
@@ -69,8 +79,11 @@ pub fn matching_queues(
     task: Option<&str>,
 ) -> Result<Vec<QueueInfo>, StoreError> {
     let rows = conn.query(
-        "SELECT id, name, namespace, task, min_pop_wait_time, dedup_window_seconds FROM queue
-         WHERE ($1::text IS NULL OR namespace = $1) AND ($2::text IS NULL OR task = $2) ORDER BY name",
+        concat!(
+            "SELECT ",
+            info_columns!(),
+            " FROM queue WHERE ($1::text IS NULL OR namespace = $1) AND ($2::text IS NULL OR task = $2) ORDER BY name"
+        ),
         &[&namespace, &task],
     )?;
     Ok(rows.iter().map(QueueInfo::from_row).collect())
@@ -79,7 +92,7 @@ pub fn matching_queues(
 /// The options of queues by id, to follow changes made elsewhere; deleted ones are missing.
 pub fn queues_by_id(conn: &mut Conn, ids: &[Uuid]) -> Result<Vec<QueueInfo>, StoreError> {
     let rows = conn.query(
-        "SELECT id, name, namespace, task, min_pop_wait_time, dedup_window_seconds FROM queue WHERE id = ANY ($1)",
+        concat!("SELECT ", info_columns!(), " FROM queue WHERE id = ANY ($1)"),
         &[&ids],
     )?;
     Ok(rows.iter().map(QueueInfo::from_row).collect())
