@@ -29,24 +29,27 @@ pub struct Span {
     pub hashes: Vec<u128>,
     /// Where the last look-up ended: acks mostly come in order.
     next: usize,
+    /// Whether no id occurs twice; found out when it is first asked.
+    distinct: Option<bool>,
 }
 
 impl Span {
     /// A span just claimed.
     pub fn new(partition: Uuid, queue: Arc<str>, first: i64, hashes: Vec<u128>) -> Self {
-        Self { partition, queue, first, committed: first - 1, hashes, next: 0 }
+        Self { partition, queue, first, committed: first - 1, hashes, next: 0, distinct: None }
     }
 
     /// Offsets of the messages with this hash, ascending.
     pub fn offsets(&mut self, hash: u128) -> Vec<i64> {
-        // Almost always the next one; then an id that occurs twice does not
-        // matter, because the first of them is what is found or already behind.
-        if self.hashes.get(self.next) == Some(&hash) && !self.hashes[..self.next].contains(&hash) {
-            let offset = self.first + self.next as i64;
+        let hashes = &self.hashes;
+        let distinct = *self.distinct.get_or_insert_with(|| {
+            let mut sorted = hashes.clone();
+            sorted.sort_unstable();
+            sorted.windows(2).all(|pair| pair[0] != pair[1])
+        });
+        if distinct && self.hashes.get(self.next) == Some(&hash) {
             self.next += 1;
-            if !self.hashes[self.next..].contains(&hash) {
-                return vec![offset];
-            }
+            return vec![self.first + self.next as i64 - 1];
         }
         (self.first..).zip(&self.hashes).filter(|(_, h)| **h == hash).map(|(offset, _)| offset).collect()
     }

@@ -149,8 +149,8 @@ pub fn ack(conn: &mut Conn, a: &Ack<'_>) -> Result<Vec<AckVerdict>, StoreError> 
 /// that the broker does not remember.
 pub const RESOLVE_SEGMENTS: i64 = 10_000;
 
-/// Where messages with these hashes are: (index into the arguments, offset),
-/// ascending per index. Looked for in the leased span (or, without one, up to
+/// Where messages with these hashes are: per argument, the cursor and the
+/// ascending offsets. Looked for in the leased span (or, without one, up to
 /// [`RESOLVE_SEGMENTS`] segments ahead of the cursor), and as far behind the
 /// cursor. Takes no lock: a message never moves.
 pub fn resolve_offsets(
@@ -158,15 +158,18 @@ pub fn resolve_offsets(
     partitions: &[Uuid],
     groups: &[&str],
     hashes: &[u128],
-) -> Result<Vec<(usize, i64)>, StoreError> {
-    let mut wanted: HashMap<(Uuid, &str, u128), Vec<usize>> = HashMap::new();
+) -> Result<Vec<(i64, Vec<i64>)>, StoreError> {
+    let mut wanted: HashMap<(Uuid, &str), HashMap<u128, Vec<usize>>> = HashMap::new();
     for (index, ((partition, group), hash)) in partitions.iter().zip(groups).zip(hashes).enumerate() {
-        wanted.entry((*partition, group, *hash)).or_default().push(index);
+        wanted.entry((*partition, *group)).or_default().entry(*hash).or_default().push(index);
     }
+    let keys: Vec<(Uuid, &str)> = wanted.keys().copied().collect();
+    let ids: Vec<Uuid> = keys.iter().map(|key| key.0).collect();
+    let names: Vec<&str> = keys.iter().map(|key| key.1).collect();
     let rows = conn.query(
-        "SELECT k.id, k.grp, s.base_offset, s.hashes
-         FROM (SELECT DISTINCT i.id, i.grp, k.committed, k.batch_end
-               FROM unnest($1::uuid[], $2::text[]) AS i(id, grp)
+        "SELECT k.ord::int, k.committed, s.base_offset, s.hashes
+         FROM (SELECT i.ord, i.id, k.committed, k.batch_end
+               FROM unnest($1::uuid[], $2::text[]) WITH ORDINALITY AS i(id, grp, ord)
                JOIN consumer_cursor k ON k.partition_id = i.id AND k.group_name = i.grp) k
          CROSS JOIN LATERAL (
              (SELECT s.base_offset, s.hashes FROM segment s
@@ -177,19 +180,23 @@ pub fn resolve_offsets(
               WHERE s.partition_id = k.id AND s.base_offset > k.committed
                 AND (k.batch_end IS NULL OR s.base_offset <= k.batch_end)
               ORDER BY s.base_offset LIMIT $3)) s",
-        &[&partitions, &groups, &RESOLVE_SEGMENTS],
+        &[&ids, &names, &RESOLVE_SEGMENTS],
     )?;
-    let mut found = Vec::new();
+    let mut found = vec![(i64::MIN, Vec::new()); hashes.len()];
     for row in &rows {
-        let (partition, group, base): (Uuid, &str, i64) = (row.get(0), row.get(1), row.get(2));
+        let (committed, base): (i64, i64) = (row.get(1), row.get(2));
+        let of_key = &wanted[&keys[row.get::<_, i32>(0) as usize - 1]];
         for (position, hash) in row.get::<_, &[u8]>(3).chunks_exact(16).enumerate() {
             let hash = u128::from_be_bytes(hash.try_into().expect("chunks of 16"));
-            for index in wanted.get(&(partition, group, hash)).into_iter().flatten() {
-                found.push((*index, base + position as i64));
+            for index in of_key.get(&hash).into_iter().flatten() {
+                found[*index].0 = committed;
+                found[*index].1.push(base + position as i64);
             }
         }
     }
-    found.sort_unstable();
+    for (_, offsets) in &mut found {
+        offsets.sort_unstable();
+    }
     Ok(found)
 }
 
