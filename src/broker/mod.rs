@@ -5,4 +5,8 @@ pub mod answer;
 pub mod error;
 pub mod pop;
 pub mod push;
+pub mod query;
+pub mod queue_options;
 pub mod segment;
+pub mod time;
+pub mod transaction;
