@@ -17,7 +17,7 @@ use crate::broker::answer::Reply;
 use crate::broker::pop::StartAt;
 use crate::broker::queue_options::namespace_and_task_of;
 use crate::store::group::{self, QueueInfo};
-use crate::store::push::{HashRun, load_hashes};
+use crate::store::push::load_hashes;
 use crate::store::{Conn, Database, StoreError};
 
 /// Longest call of the admin side.
@@ -26,8 +26,6 @@ const CALL_TIMEOUT: Duration = Duration::from_secs(60);
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(3);
 /// Partitions per page.
 const PAGE: i64 = 2_000;
-/// Segments per page of hashes.
-const HASH_PAGE: i64 = 2_000;
 
 /// r2d2's view of our connections, whose calls end even where the server does not answer;
 /// r2d2_postgres' own manager makes connections whose calls may hang for ever.
@@ -126,7 +124,7 @@ impl Admin {
     pub(super) fn load_hashes(&self, core: usize, queue: String, partition: String, id: Uuid, window_seconds: i32) {
         let me = self.clone();
         self.run(move |conn| {
-            let result = conn.and_then(|conn| all_hashes(conn, id, window_seconds));
+            let result = conn.and_then(|conn| load_hashes(conn, id, 0, window_seconds, i64::MAX));
             me.send(core, Message::Hashes(LaneHashes { lane: (queue, partition), partition: id, result }));
         });
     }
@@ -205,24 +203,6 @@ fn open(conn: &mut Conn, info: QueueInfo, group: &str, start: StartAt) -> Result
     group::subscribe(conn, info.id, group, mode, at)?;
     let (pending, next) = group::pending_page(conn, info.id, group, None, PAGE)?;
     Ok(OpenedGroup { info, pending, next })
-}
-
-/// All hashes inside the window, page by page.
-fn all_hashes(conn: &mut Conn, id: Uuid, window_seconds: i32) -> Result<Option<(i64, Vec<HashRun>)>, StoreError> {
-    let (mut from, mut all) = (0, Vec::new());
-    loop {
-        let Some((next, runs)) = load_hashes(conn, id, from, window_seconds, HASH_PAGE)? else {
-            return Ok(None);
-        };
-        let last_page = (runs.len() as i64) < HASH_PAGE;
-        if let Some(last) = runs.last() {
-            from = last.base_offset + (last.hashes.len() / 16) as i64;
-        }
-        all.extend(runs);
-        if last_page {
-            return Ok(Some((next, all)));
-        }
-    }
 }
 
 fn work(inbox: &Receiver<Task>, pool: &r2d2::Pool<Manager>) {
