@@ -114,7 +114,7 @@ impl Discovery {
     /// When something is due.
     pub fn next_deadline(&self) -> Option<Instant> {
         if self.stale {
-            return Some(Instant::now());
+            return Some(Instant::now() + Duration::from_millis(5));
         }
         self.states
             .values()
@@ -220,6 +220,7 @@ impl Engine {
             Err(error) => {
                 self.metrics.database_errors.inc();
                 let reply = Reply::from(&store_error(&error));
+                (state.looked_at, state.reopen) = (None, true);
                 for seq in std::mem::take(&mut state.fresh) {
                     if let Some(job) = state.jobs.remove(&seq) {
                         job.reply.send(reply.clone());

@@ -18,7 +18,7 @@ use super::leases::Leases;
 use super::link::Link;
 use super::metrics::Metrics;
 use super::popping::Attempt;
-use super::{Registry, Switches, owner_of_group};
+use super::{Registry, owner_of_group};
 use crate::broker::answer::Reply;
 use crate::broker::error::ApiError;
 use crate::broker::segment::Packer;
@@ -44,7 +44,6 @@ pub struct Engine {
     pub(super) admin: Admin,
     pub(super) hints: HintSender,
     pub(super) registry: Arc<Registry>,
-    pub(super) switches: Arc<Switches>,
     pub(super) metrics: Arc<Metrics>,
     pub(super) link: Link,
     pub(super) packer: Packer,
@@ -60,7 +59,7 @@ pub struct Engine {
     pub(super) next_seq: u64,
 
     pub(super) pushes: Vec<Box<PushJob>>,
-    pub(super) acks: Vec<Box<AckJob>>,
+    pub(super) acks: Vec<DeferredAck>,
     pub(super) extends: Vec<ExtendJob>,
     pub(super) visiting: Vec<Attempt>,
     pub(super) busy_pushes: Vec<(Instant, Box<PushJob>)>,
@@ -78,7 +77,6 @@ impl Engine {
         admin: Admin,
         hints: HintSender,
         registry: Arc<Registry>,
-        switches: Arc<Switches>,
         metrics: Arc<Metrics>,
         link: Link,
     ) -> Self {
@@ -90,7 +88,6 @@ impl Engine {
             admin,
             hints,
             registry,
-            switches,
             metrics,
             link,
             packer: Packer::new(),
@@ -157,7 +154,7 @@ impl Engine {
     fn accept(&mut self, message: Message) -> usize {
         match message {
             Message::Push(job) => self.pushes.push(job),
-            Message::Ack(job) => self.acks.push(job),
+            Message::Ack(job) => self.acks.push(job.into()),
             Message::Extend(job) => self.extends.push(job),
             Message::Pop(job) => self.accept_pop(job),
             other => {
@@ -232,11 +229,9 @@ impl Engine {
         for job in self.pushes.drain(..).chain(self.busy_pushes.drain(..).map(|(_, job)| job)) {
             job.reply.send(reply.clone());
         }
-        for job in self.acks.drain(..) {
-            job.reply.send(reply.clone());
-        }
-        for (_, job) in std::mem::take(&mut self.busy_acks) {
-            self.answer_ack(job);
+        let busy = std::mem::take(&mut self.busy_acks).into_iter().map(|(_, job)| job);
+        for job in std::mem::take(&mut self.acks).into_iter().chain(busy) {
+            self.refuse_ack(job, &reply);
         }
         for job in self.extends.drain(..) {
             job.reply.send(reply.clone());
@@ -270,6 +265,9 @@ impl Engine {
         let now = self.now;
         for (at, job) in std::mem::take(&mut self.busy_pushes) {
             if at <= now { self.pushes.push(job) } else { self.busy_pushes.push((at, job)) }
+        }
+        for (at, job) in std::mem::take(&mut self.busy_acks) {
+            if at <= now { self.acks.push(job) } else { self.busy_acks.push((at, job)) }
         }
     }
 
@@ -328,8 +326,7 @@ impl Engine {
 
     // ---- what makes partitions candidates -------------------------------
 
-    fn apply_marks(&mut self, marks: &[Mark]) {
-        let now_ms = self.now_ms();
+    pub(super) fn apply_marks(&mut self, marks: &[Mark]) {
         for mark in marks {
             let Some(groups) = self.groups.get_mut(&mark.queue) else {
                 self.discovery.note_unwatched_queue(&mark.queue);
@@ -339,7 +336,7 @@ impl Engine {
             for (name, group) in groups {
                 let mut wants = false;
                 for (partition, partition_name, messages) in &mark.partitions {
-                    wants |= group.mark(*partition, partition_name, *messages, now_ms);
+                    wants |= group.mark(*partition, partition_name, *messages);
                 }
                 if wants {
                     wanted.push(name.clone());
@@ -352,10 +349,9 @@ impl Engine {
     }
 
     fn apply_settled(&mut self, settled: &Settled) {
-        let now_ms = self.now_ms();
         let key = (settled.queue.clone(), settled.group.clone());
         if let Some(group) = group_mut(&mut self.groups, &key)
-            && group.settled(settled.partition, settled.pending, now_ms)
+            && group.settled(settled.partition, settled.pending)
         {
             self.wake(&key);
         }
@@ -372,9 +368,8 @@ impl Engine {
     }
 
     pub(super) fn apply_seed(&mut self, key: &GroupKey, found: &[crate::store::group::PendingPartition]) {
-        let now_ms = self.now_ms();
         if let Some(group) = group_mut(&mut self.groups, key)
-            && group.seed(found, now_ms)
+            && group.seed(found)
         {
             self.wake(key);
         }
@@ -477,7 +472,7 @@ impl Engine {
 
     fn tell_watchers(&mut self, key: &GroupKey) {
         let Some(group) = group_mut(&mut self.groups, key) else { return };
-        for (home, watcher) in group.watchers.clone() {
+        for (home, watcher) in std::mem::take(&mut group.watchers) {
             if home == self.index {
                 self.discovery_wake(&watcher);
             } else {
@@ -542,8 +537,24 @@ impl Engine {
                     job.reply.send(Reply::no_content());
                 }
             }
+            if group.phase != Phase::Open {
+                // Nobody else looks for partitions that only targeted pops read.
+                let names: Vec<Arc<str>> = group.targeted.keys().cloned().collect();
+                wake |= !names.is_empty();
+                group.targeted_ready.extend(names);
+            }
+            let backoff = group.backoff;
             wake |= group.ring.has_ready() && group.has_waiters();
             self.continue_pages(key);
+            if wake {
+                // Not a wake by news: the distance of the re-checks goes on growing.
+                self.dirty.insert(key.clone());
+                self.tell_watchers(key);
+                wake = false;
+            }
+            if let Some(group) = group_mut(&mut self.groups, key) {
+                group.backoff = backoff;
+            }
         }
         let Some(group) = group_mut(&mut self.groups, key) else { return };
         if group.reseed_at <= now && group.has_waiters() {
@@ -610,7 +621,8 @@ impl Engine {
 
     /// The queue is gone: its waiting pops are answered with nothing.
     fn forget_queue(&mut self, queue: &Arc<str>) {
-        self.lanes.forget_queue(queue);
+        let waiting = self.lanes.forget_queue(queue);
+        self.pushes.extend(waiting);
         for (group, mut state) in self.groups.remove(queue).unwrap_or_default() {
             self.registry.closed(&(queue.clone(), group));
             dismiss_all(&mut state);
@@ -643,11 +655,9 @@ impl Engine {
         for job in self.pushes.drain(..).chain(self.busy_pushes.drain(..).map(|(_, job)| job)) {
             job.reply.send(reply.clone());
         }
-        for job in self.acks.drain(..) {
-            job.reply.send(reply.clone());
-        }
-        for (_, job) in std::mem::take(&mut self.busy_acks) {
-            self.answer_ack(job);
+        let busy = std::mem::take(&mut self.busy_acks).into_iter().map(|(_, job)| job);
+        for job in std::mem::take(&mut self.acks).into_iter().chain(busy) {
+            self.refuse_ack(job, &reply);
         }
         self.lanes.refuse_waiting(&reply);
         for key in self.keys() {

@@ -9,6 +9,7 @@ use uuid::Uuid;
 
 use super::discovery::DiscoveryKey;
 use super::inbox::PopJob;
+use super::popping::Known;
 use super::ring::Ring;
 use crate::broker::pop::PopTarget;
 use crate::store::group::{PendingPartition, QueueInfo};
@@ -81,7 +82,9 @@ pub struct GroupState {
     pub targeted_ready: Vec<Arc<str>>,
     /// Pops that do not wait, to be dismissed when the round is over.
     pub impatient: Vec<u64>,
-    /// Discovery keys (and their home core) to be told of work.
+    /// Ids of partitions that targeted pops have named.
+    pub known: Known,
+    /// Discovery keys (and their home core) to be told of the next wake.
     pub watchers: Vec<(usize, Arc<DiscoveryKey>)>,
     /// When waiting pops were last woken.
     pub last_wake: Option<Instant>,
@@ -114,6 +117,7 @@ impl GroupState {
             targeted: HashMap::new(),
             targeted_ready: Vec::new(),
             impatient: Vec::new(),
+            known: Known::new(),
             watchers: Vec::new(),
             last_wake: None,
             gate_due: None,
@@ -181,6 +185,49 @@ impl GroupState {
         }
     }
 
+    /// Whether a pop waits for a fuller batch.
+    pub fn is_filling(&self, seq: u64) -> bool {
+        self.jobs.get(&seq).is_some_and(|job| job.fill_until.is_some_and(|until| until > Instant::now()))
+    }
+
+    /// Whether a pop should wait for a fuller batch than there is (`minPopWaitTime`); starts its wait.
+    pub fn should_fill(&mut self, seq: u64, now: Instant) -> bool {
+        let Some(wait_ms) = self.info.as_ref().map(|info| info.min_pop_wait_ms).filter(|ms| *ms > 0) else {
+            return false;
+        };
+        let Some(job) = self.jobs.get(&seq) else { return false };
+        if job.request.batch <= 1 || self.ring.pending_estimate() >= u64::from(job.request.batch) {
+            return false;
+        }
+        match (job.fill_until, job.deadline()) {
+            (Some(until), _) => now < until,
+            (None, None) => false,
+            (None, Some(deadline)) => {
+                // Delivered a moment before its own timeout, not after it.
+                let until = (now + Duration::from_millis(wait_ms as u64)).min(deadline - Duration::from_millis(20));
+                self.wait_for_more(seq, until);
+                now < until
+            }
+        }
+    }
+
+    /// A discovery key is to be told of the next wake.
+    pub fn watch(&mut self, home: usize, key: &Arc<DiscoveryKey>) {
+        if !self.watchers.iter().any(|(at, watching)| *at == home && watching == key) {
+            self.watchers.push((home, key.clone()));
+        }
+    }
+
+    /// Partitions that are no more.
+    pub fn forget_partitions(&mut self, gone: &[Uuid]) {
+        self.known.retain(|_, id| !gone.contains(id));
+        for targeted in self.targeted.values_mut() {
+            if targeted.partition.is_some_and(|id| gone.contains(&id)) {
+                targeted.partition = None;
+            }
+        }
+    }
+
     /// Pops whose time is over.
     pub fn overdue(&mut self, now: Instant) -> Vec<u64> {
         self.deadlines.iter().take_while(|(at, _)| *at <= now).map(|(_, seq)| *seq).collect()
@@ -204,7 +251,7 @@ impl GroupState {
     }
 
     /// A push committed messages to a partition. True if somebody may want them.
-    pub fn mark(&mut self, partition: Uuid, name: &Arc<str>, messages: u64, now_ms: u64) -> bool {
+    pub fn mark(&mut self, partition: Uuid, name: &Arc<str>, messages: u64) -> bool {
         let mut wanted = !self.wildcard.is_empty() || !self.watchers.is_empty();
         if let Some(targeted) = self.targeted.get_mut(name) {
             targeted.partition = Some(partition);
@@ -219,24 +266,24 @@ impl GroupState {
                 self.pages = Pages::Paused(None);
             }
         } else {
-            self.ring.mark(partition, Some(name), messages, now_ms);
+            self.ring.mark(partition, messages);
         }
         wanted
     }
 
     /// A partition may be claimable again. True if somebody may want it.
-    pub fn settled(&mut self, partition: Uuid, pending: bool, now_ms: u64) -> bool {
+    pub fn settled(&mut self, partition: Uuid, pending: bool) -> bool {
         if pending {
-            self.ring.promote(partition, now_ms);
+            self.ring.promote(partition);
         } else {
-            self.ring.finished(partition, now_ms);
+            self.ring.finished(partition);
         }
         self.note_targeted_ready();
         self.ring.has_ready() && self.has_waiters()
     }
 
     /// Partitions with work, from the database. True if somebody may want them.
-    pub fn seed(&mut self, found: &[PendingPartition], now_ms: u64) -> bool {
+    pub fn seed(&mut self, found: &[PendingPartition]) -> bool {
         for partition in found {
             if let Some(targeted) = self.targeted.get_mut(partition.name.as_str()) {
                 targeted.partition = Some(partition.id);
@@ -248,8 +295,7 @@ impl GroupState {
                 }
                 break;
             }
-            let name: Arc<str> = partition.name.as_str().into();
-            self.ring.seed(partition.id, Some(&name), partition.pending.max(1) as u64, now_ms);
+            self.ring.seed(partition.id, partition.pending.max(1) as u64);
         }
         !found.is_empty() && self.has_waiters()
     }
