@@ -129,6 +129,12 @@ CREATE TABLE broker (
     seen_at    timestamptz NOT NULL DEFAULT clock_timestamp()
 );
 
+-- Moves with every change of a queue's options and every deletion, so that all brokers notice.
+CREATE TABLE catalog (
+    version bigint NOT NULL
+);
+INSERT INTO catalog VALUES (1);
+
 -- The cursor position just below the first segment committed at or after a time; the end if there is none.
 CREATE FUNCTION committed_before(p_partition uuid, p_at timestamptz, p_next_offset bigint) RETURNS bigint
 LANGUAGE sql STABLE AS $$
@@ -191,7 +197,8 @@ CREATE FUNCTION push(
     p_id uuid[], p_known bigint[], p_count int[],
     s_lane int[], s_base int[], s_count int[], s_raw int[], s_codec smallint[], s_hashes bytea[], s_data bytea[])
 RETURNS TABLE (lane int, verdict text, base_offset bigint, created_at timestamptz, message int, gap bytea)
-LANGUAGE plpgsql AS $$
+LANGUAGE plpgsql
+SET enable_hashjoin = on AS $$
 #variable_conflict use_column
 DECLARE
     v_next   bigint[];
@@ -229,9 +236,9 @@ BEGIN
     v_now := clock_timestamp();
     IF v_gap THEN
         IF EXISTS (SELECT 1 FROM unnest(p_known, v_next, v_window) AS g(known, next, secs)
-                   WHERE g.secs > 0 AND g.next - g.known > 20000) THEN
+                   WHERE g.secs > 0 AND g.next - g.known > 5000) THEN
             RETURN QUERY
-            SELECT g.ord::int, CASE WHEN g.secs > 0 AND g.next - g.known > 20000 THEN 'stale' ELSE 'held' END,
+            SELECT g.ord::int, CASE WHEN g.secs > 0 AND g.next - g.known > 5000 THEN 'stale' ELSE 'held' END,
                    NULL::bigint, NULL::timestamptz, NULL::int, NULL::bytea
             FROM unnest(p_known, v_next, v_window) WITH ORDINALITY AS g(known, next, secs, ord);
             RETURN;

@@ -1,4 +1,5 @@
 //! WaspMQ: a message broker on PostgreSQL.
 pub mod broker;
+pub mod core;
 pub mod http;
 pub mod store;

@@ -335,7 +335,7 @@ impl Engine {
         waiting.job.reply.send(reply);
     }
 
-    fn refuse_ack(&mut self, mut waiting: DeferredAck, text: &str) {
+    pub(super) fn refuse_ack(&mut self, mut waiting: DeferredAck, text: &str) {
         if waiting.outcomes.iter().all(Option::is_none) {
             let error = crate::broker::error::ApiError::unavailable(text);
             waiting.job.reply.send(Reply::from(&error));

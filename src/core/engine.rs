@@ -229,9 +229,10 @@ impl Engine {
         for job in self.pushes.drain(..).chain(self.busy_pushes.drain(..).map(|(_, job)| job)) {
             job.reply.send(reply.clone());
         }
+        let text = format!("the database is not available, nothing was changed; repeat the call: {}", self.link.last_error());
         let busy = std::mem::take(&mut self.busy_acks).into_iter().map(|(_, job)| job);
         for job in std::mem::take(&mut self.acks).into_iter().chain(busy) {
-            self.refuse_ack(job, &reply);
+            self.refuse_ack(job, &text);
         }
         for job in self.extends.drain(..) {
             job.reply.send(reply.clone());
@@ -655,9 +656,10 @@ impl Engine {
         for job in self.pushes.drain(..).chain(self.busy_pushes.drain(..).map(|(_, job)| job)) {
             job.reply.send(reply.clone());
         }
+        let text = "the broker is stopping, nothing was changed; repeat the call";
         let busy = std::mem::take(&mut self.busy_acks).into_iter().map(|(_, job)| job);
         for job in std::mem::take(&mut self.acks).into_iter().chain(busy) {
-            self.refuse_ack(job, &reply);
+            self.refuse_ack(job, text);
         }
         self.lanes.refuse_waiting(&reply);
         for key in self.keys() {

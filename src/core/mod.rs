@@ -10,3 +10,180 @@
 //! each kind of request into one SQL call. Under no load that call carries one
 //! request; under load everything that arrived during the previous commit shares
 //! the next one.
+
+pub mod acking;
+pub mod admin;
+pub mod dedup;
+pub mod discovery;
+pub mod engine;
+pub mod group;
+pub mod hints;
+pub mod inbox;
+pub mod lanes;
+pub mod leases;
+pub mod link;
+pub mod metrics;
+pub mod popping;
+pub mod pushing;
+pub mod ring;
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use crossbeam_channel::{Sender, unbounded};
+use uuid::Uuid;
+use xxhash_rust::xxh3::Xxh3;
+
+use crate::broker::ack::AckRequest;
+use crate::broker::answer::ReplyHandle;
+use crate::broker::pop::{PopRequest, PopTarget};
+use crate::broker::push::PushRequest;
+use crate::store::{Database, StoreError};
+use admin::Admin;
+use engine::{Engine, GroupKey};
+use inbox::{AckJob, ExtendJob, Message, PopJob, PushJob};
+use link::Link;
+use metrics::Metrics;
+
+/// Threads for slow work of the cores.
+const ADMIN_THREADS: usize = 2;
+/// Threads for admin requests.
+const HTTP_ADMIN_THREADS: usize = 2;
+
+fn hash_of(a: &str, b: &str) -> u64 {
+    let mut hasher = Xxh3::new();
+    hasher.update(a.as_bytes());
+    // No name contains it.
+    hasher.update(&[0]);
+    hasher.update(b.as_bytes());
+    hasher.digest()
+}
+
+/// The core that owns a (queue, group).
+pub fn owner_of_group(queue: &str, group: &str, cores: usize) -> usize {
+    (hash_of(queue, group) % cores as u64) as usize
+}
+
+/// Which (queue, group)s are open on this broker, for the keeper. Locked when a
+/// group opens or closes, never per request.
+#[derive(Default)]
+pub struct Registry(Mutex<HashMap<GroupKey, Uuid>>);
+
+impl Registry {
+    fn opened(&self, key: &GroupKey, queue_id: Uuid) {
+        self.0.lock().expect("no panic while it is held").insert(key.clone(), queue_id);
+    }
+
+    fn closed(&self, key: &GroupKey) {
+        self.0.lock().expect("no panic while it is held").remove(key);
+    }
+
+    fn open_groups(&self) -> Vec<(GroupKey, Uuid)> {
+        self.0.lock().expect("no panic while it is held").iter().map(|(key, id)| (key.clone(), *id)).collect()
+    }
+}
+
+/// The running core threads: where requests go.
+pub struct Cores {
+    peers: Arc<[Sender<Message>]>,
+    /// For admin requests.
+    pub admin: Admin,
+    /// Counters.
+    pub metrics: Arc<Metrics>,
+    stop: Mutex<Option<(Sender<()>, Vec<JoinHandle<()>>)>>,
+}
+
+impl Cores {
+    /// Connects, and starts `cores` core threads and their helpers.
+    pub fn start(database: &Database, cores: usize) -> Result<Self, StoreError> {
+        let thread = |error: std::io::Error| StoreError::Unavailable(format!("cannot start a thread: {error}"));
+        let (peers, inboxes): (Vec<_>, Vec<_>) = (0..cores).map(|_| unbounded()).unzip();
+        let peers: Arc<[Sender<Message>]> = peers.into();
+        let (registry, metrics) = (Arc::new(Registry::default()), Arc::new(Metrics::default()));
+        let (own, _) = Admin::start(database, "admin", ADMIN_THREADS, peers.clone()).map_err(thread)?;
+        let (admin, _) = Admin::start(database, "http-admin", HTTP_ADMIN_THREADS, peers.clone()).map_err(thread)?;
+        let (hints, stop, mut threads) = hints::start(database, peers.clone(), registry.clone()).map_err(thread)?;
+        for (index, inbox) in inboxes.into_iter().enumerate() {
+            let name = format!("core-{index}");
+            let conn = database.connect(&name)?;
+            let link = Link::new(database.clone(), name.clone(), conn);
+            let engine = Engine::new(
+                index,
+                inbox,
+                peers.clone(),
+                own.clone(),
+                hints.clone(),
+                registry.clone(),
+                metrics.clone(),
+                link,
+            );
+            threads.push(std::thread::Builder::new().name(name).spawn(move || engine.run()).map_err(thread)?);
+        }
+        Ok(Self { peers, admin, metrics, stop: Mutex::new(Some((stop, threads))) })
+    }
+
+    fn send(&self, core: usize, message: Message) {
+        // A core that has ended drops the message, and with it the reply, which then answers.
+        let _ = self.peers[core].send(message);
+    }
+
+    /// A push, to the owner of its first partition.
+    pub fn push(&self, request: PushRequest, reply: ReplyHandle) {
+        let core = match request.lanes.first() {
+            Some(lane) => owner_of_group(&lane.queue, &lane.partition, self.peers.len()),
+            None => 0,
+        };
+        self.send(core, Message::Push(Box::new(PushJob { request, reply, arrived: Instant::now() })));
+    }
+
+    /// A pop, to the owner of its (queue, group) or discovery key.
+    pub fn pop(&self, request: PopRequest, reply: ReplyHandle) {
+        let core = match &request.target {
+            PopTarget::Queue(queue) | PopTarget::Partition(queue, _) => {
+                owner_of_group(queue, &request.group, self.peers.len())
+            }
+            PopTarget::Discovery { namespace, task } => {
+                let key = format!("{}\0{}", namespace.as_deref().unwrap_or(""), task.as_deref().unwrap_or(""));
+                owner_of_group(&key, &request.group, self.peers.len())
+            }
+        };
+        let group = request.group.as_str().into();
+        let arrived = Instant::now();
+        let job = PopJob { request, group, reply, arrived, fill_until: None, partition_was_missing: false };
+        self.send(core, Message::Pop(Box::new(job)));
+    }
+
+    /// Acks, to the core that gave out their lease.
+    pub fn ack(&self, request: AckRequest, reply: ReplyHandle) {
+        let core = match request.items.iter().find_map(|item| item.lease_id) {
+            Some(lease) => leases::core_of(lease) % self.peers.len(),
+            None => request.items.first().map_or(0, |item| item.partition_id.as_u128() as usize % self.peers.len()),
+        };
+        self.send(core, Message::Ack(Box::new(AckJob { request, reply, arrived: Instant::now() })));
+    }
+
+    /// A renewal, to the core that gave out the lease.
+    pub fn extend(&self, lease: String, seconds: u32, reply: ReplyHandle) {
+        let core = Uuid::parse_str(&lease).map_or(0, |id| leases::core_of(id) % self.peers.len());
+        self.send(core, Message::Extend(ExtendJob { lease, seconds, reply }));
+    }
+
+    /// Tells all cores.
+    pub fn tell(&self, message: impl Fn() -> Message) {
+        for core in 0..self.peers.len() {
+            self.send(core, message());
+        }
+    }
+
+    /// Answers what waits and ends the threads.
+    pub fn stop(&self) {
+        let Some((stop, threads)) = self.stop.lock().expect("no panic while it is held").take() else { return };
+        drop(stop);
+        self.tell(|| Message::Stop);
+        for thread in threads {
+            let _ = thread.join();
+        }
+    }
+}

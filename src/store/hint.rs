@@ -41,3 +41,26 @@ pub fn notify(conn: &mut Conn, payloads: &[String]) -> Result<(), StoreError> {
 pub fn listen(conn: &mut Conn) -> Result<(), StoreError> {
     conn.run(|client| client.batch_execute("LISTEN waspmq"))
 }
+
+/// Payloads that arrive within a time; at once when there are some.
+pub fn heard(conn: &mut Conn, wait: std::time::Duration) -> Result<Vec<String>, StoreError> {
+    use postgres::fallible_iterator::FallibleIterator;
+    conn.run(|client| {
+        let mut notifications = client.notifications();
+        let mut payloads = Vec::new();
+        if let Some(first) = notifications.timeout_iter(wait).next()? {
+            payloads.push(first.payload().to_owned());
+        }
+        let mut more = notifications.iter();
+        while let Some(next) = more.next()? {
+            payloads.push(next.payload().to_owned());
+        }
+        Ok(payloads)
+    })
+}
+
+/// Moves with every change of a queue's options and every deletion.
+pub fn catalog_version(conn: &mut Conn) -> Result<i64, StoreError> {
+    let rows = conn.query("SELECT version FROM catalog", &[])?;
+    Ok(rows.first().map_or(0, |row| row.get(0)))
+}
