@@ -14,7 +14,7 @@ use uuid::Uuid;
 
 use super::engine::{Engine, store_error};
 use super::inbox::{Message, PopJob};
-use super::leases::{self, Span};
+use super::leases;
 use super::owner_of_group;
 use crate::broker::answer::Reply;
 use crate::broker::pop::{self, PopTarget};

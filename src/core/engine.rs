@@ -12,7 +12,7 @@ use super::admin::Admin;
 use super::discovery::Discovery;
 use super::group::{GroupState, Pages, Phase, RECHECK_LAST, RESEED_EVERY, WAKE_TICK};
 use super::hints::HintSender;
-use super::inbox::{AckJob, ExtendJob, Mark, Message, Opened, PopJob, PushJob, Settled};
+use super::inbox::{ExtendJob, Mark, Message, Opened, PopJob, PushJob, Settled};
 use super::lanes::Lanes;
 use super::leases::Leases;
 use super::link::Link;
@@ -319,10 +319,6 @@ impl Engine {
 
     pub(super) fn now_ms(&self) -> u64 {
         self.now.saturating_duration_since(self.start).as_millis() as u64
-    }
-
-    fn at(&self, ms: u64) -> Instant {
-        self.start + Duration::from_millis(ms)
     }
 
     // ---- what makes partitions candidates -------------------------------
@@ -674,16 +670,6 @@ impl Engine {
         self.next_seq += 1;
         self.next_seq
     }
-
-    pub(super) fn ring_time(&self, in_ms: i64) -> u64 {
-        self.now_ms() + in_ms.max(0) as u64
-    }
-
-    /// The instant of a ring time; for logs and tests.
-    #[allow(dead_code)]
-    pub(super) fn instant(&self, ms: u64) -> Instant {
-        self.at(ms)
-    }
 }
 
 /// Answers all waiting pops with nothing.
@@ -711,6 +697,3 @@ pub fn store_error(error: &StoreError) -> ApiError {
         _ => ApiError::unavailable(error.to_string()),
     }
 }
-
-/// A job that is moved between queues of the engine.
-pub(super) type Waiting = Box<PopJob>;

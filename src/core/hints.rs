@@ -66,7 +66,7 @@ pub(super) fn start(
     peers: Arc<[Sender<Message>]>,
     registry: Arc<Registry>,
 ) -> std::io::Result<(HintSender, Sender<()>, Vec<JoinHandle<()>>)> {
-    let me = Uuid::new_v4();
+    let me = Uuid::now_v7();
     let others = Arc::new(AtomicBool::new(false));
     let (marks, inbox) = unbounded();
     let (stop, stopped) = bounded::<()>(0);
