@@ -4,6 +4,8 @@
 //! [`Reply`] it is given, from any thread, exactly once. Above the seam nobody
 //! knows which edge is running.
 
+pub mod event;
+
 use std::sync::Arc;
 
 pub use crate::broker::answer::{Delivery, Reply, ReplyHandle, ReplySink};
