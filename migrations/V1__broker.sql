@@ -596,3 +596,28 @@ LANGUAGE sql AS $$
     ORDER BY p.id, i.grp
     ON CONFLICT (partition_id, group_name) DO NOTHING
 $$;
+
+-- Deletes a queue with all its partitions, messages, cursors, subscriptions and
+-- dead letters. A push that resolved its partition before finds it gone.
+CREATE FUNCTION delete_queue(p_name text) RETURNS boolean
+LANGUAGE plpgsql SET enable_hashjoin = on AS $$
+DECLARE
+    v_queue uuid;
+    v_partitions uuid[];
+BEGIN
+    DELETE FROM queue WHERE name = p_name RETURNING id INTO v_queue;
+    IF v_queue IS NULL THEN
+        RETURN false;
+    END IF;
+    SELECT array_agg(l.id) INTO v_partitions
+    FROM (SELECT p.id FROM partition p WHERE p.queue_id = v_queue ORDER BY p.id FOR UPDATE) l;
+    PERFORM 1 FROM consumer_cursor k WHERE k.partition_id = ANY (v_partitions)
+        ORDER BY k.partition_id, k.group_name FOR UPDATE;
+    DELETE FROM consumer_cursor WHERE partition_id = ANY (v_partitions);
+    DELETE FROM dead_letter WHERE partition_id = ANY (v_partitions);
+    DELETE FROM segment WHERE partition_id = ANY (v_partitions);
+    DELETE FROM partition WHERE id = ANY (v_partitions);
+    DELETE FROM subscription WHERE queue_id = v_queue;
+    UPDATE catalog SET version = version + 1;
+    RETURN true;
+END $$;

@@ -48,7 +48,10 @@ impl r2d2::ManageConnection for Manager {
     }
 }
 
-type Task = Box<dyn FnOnce(Result<&mut Conn, StoreError>) + Send>;
+enum Task {
+    Database(Box<dyn FnOnce(Result<&mut Conn, StoreError>) + Send>),
+    Plain(Box<dyn FnOnce() + Send>),
+}
 
 /// A handle to a pool of admin threads.
 #[derive(Clone)]
@@ -84,7 +87,12 @@ impl Admin {
 
     /// Runs something with a connection, or with the reason why there is none.
     pub fn run(&self, task: impl FnOnce(Result<&mut Conn, StoreError>) + Send + 'static) {
-        let _ = self.tasks.send(Box::new(task));
+        let _ = self.tasks.send(Task::Database(Box::new(task)));
+    }
+
+    /// Runs something slow that needs no database.
+    pub fn run_without_database(&self, task: impl FnOnce() + Send + 'static) {
+        let _ = self.tasks.send(Task::Plain(Box::new(task)));
     }
 
     /// Connections made, idle, and tasks that wait.
@@ -207,15 +215,16 @@ fn open(conn: &mut Conn, info: QueueInfo, group: &str, start: StartAt) -> Result
 
 fn work(inbox: &Receiver<Task>, pool: &r2d2::Pool<Manager>) {
     for task in inbox {
-        match pool.get() {
-            Ok(mut conn) => {
-                // A panic costs its task, not the thread: the reply it held answers 500.
-                let run = std::panic::AssertUnwindSafe(|| task(Ok(&mut conn)));
-                if std::panic::catch_unwind(run).is_err() {
-                    tracing::error!("a task of the admin side panicked");
-                }
-            }
-            Err(error) => task(Err(StoreError::Unavailable(error.to_string()))),
+        let run = || match task {
+            Task::Plain(task) => task(),
+            Task::Database(task) => match pool.get() {
+                Ok(mut conn) => task(Ok(&mut conn)),
+                Err(error) => task(Err(StoreError::Unavailable(error.to_string()))),
+            },
+        };
+        // A panic costs its task, not the thread: the reply it held answers 500.
+        if std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)).is_err() {
+            tracing::error!("a task of the admin side panicked");
         }
     }
 }

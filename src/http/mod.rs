@@ -1,2 +1,4 @@
-//! HTTP: the edges, routing and answering. The only module that knows sockets.
+//! HTTP: the edges, and the routes above them.
+pub mod admin;
 pub mod edge;
+pub mod router;

@@ -7,6 +7,7 @@ pub mod conn;
 pub mod group;
 pub mod hint;
 pub mod push;
+pub mod queue;
 pub mod schema;
 
 pub use conn::{Conn, Database, StoreError};

@@ -61,7 +61,8 @@ struct Outlet {
     head_only: bool,
     close: bool,
     gone: bool,
-    answered: u64,
+    /// Input came while the reply was outstanding: the I/O thread must look when it is out.
+    unread: bool,
 }
 
 struct Shared {
@@ -309,7 +310,7 @@ impl Io {
             head_only: false,
             close: false,
             gone: false,
-            answered: 0,
+            unread: false,
         };
         let shared = Arc::new(Shared { outlet: Mutex::new(outlet), gone: AtomicBool::new(false) });
         self.conns.insert(
@@ -380,6 +381,7 @@ impl Io {
             }
         }
         let phase = outlet.phase;
+        outlet.unread |= phase == Phase::Answering && (total > 0 || conn.input.len() >= READ_BYTES || conn.end_of_input);
         if broken {
             outlet.gone = true;
             conn.shared.gone.store(true, Ordering::Release);
@@ -420,7 +422,7 @@ impl Io {
                 outlet.phase = Phase::Answering;
                 outlet.close = head.close || self.stopping;
                 outlet.head_only = head.method == Method::Head;
-                outlet.answered += 1;
+                outlet.unread = !conn.input.is_empty();
                 if conn.end_of_input {
                     outlet.gone = true;
                     conn.shared.gone.store(true, Ordering::Release);
@@ -589,8 +591,12 @@ impl ReplySink for Sink {
         write_reply(&mut outlet.backlog, &reply, head_only, close);
         outlet.phase = Phase::Reading;
         let progress = push_out(&mut outlet);
+        // An idle connection needs nobody: its next request is an event of its own.
+        let resume = outlet.close || outlet.unread || progress != Progress::Done;
         drop(outlet);
-        self.threads[self.index].send(Order::Resume(self.id));
+        if resume {
+            self.threads[self.index].send(Order::Resume(self.id));
+        }
         if progress == Progress::Broken { Delivery::Gone } else { Delivery::Written }
     }
 

@@ -1,0 +1,155 @@
+//! Everything that is not the data plane: configuration, inspection, health.
+
+use std::sync::Arc;
+
+use serde_json::json;
+
+use super::edge::Method;
+use super::router::App;
+use crate::broker::answer::{Reply, ReplyHandle};
+use crate::broker::error::ApiError;
+use crate::broker::queue_options::{QueueOptions, namespace_and_task_of, parse_configure};
+use crate::core::engine::store_error;
+use crate::core::inbox::Message;
+use crate::store::{Conn, StoreError, queue};
+
+/// An admin route, with what its path names.
+pub enum Route {
+    /// `POST /api/v1/configure`
+    Configure,
+    /// `DELETE /api/v1/resources/queues/:queue`
+    DeleteQueue(String),
+    /// `GET /health`
+    Health,
+    /// `GET /livez`
+    Livez,
+    /// `GET /metrics`
+    Metrics,
+    /// `GET /metrics/prometheus`
+    Prometheus,
+}
+
+/// The route of a path, and its methods.
+pub fn find(parts: &[&str], method: Method) -> Option<(Route, &'static str)> {
+    let _ = method;
+    Some(match parts {
+        ["api", "v1", "configure"] => (Route::Configure, "POST"),
+        ["api", "v1", "resources", "queues", queue] => (Route::DeleteQueue((*queue).to_owned()), "DELETE"),
+        ["health"] => (Route::Health, "GET, HEAD"),
+        ["livez"] => (Route::Livez, "GET, HEAD"),
+        ["metrics"] => (Route::Metrics, "GET, HEAD"),
+        ["metrics", "prometheus"] => (Route::Prometheus, "GET, HEAD"),
+        _ => return None,
+    })
+}
+
+/// Handles an admin request: at once, or on an admin thread.
+pub fn handle(app: &Arc<App>, route: Route, _query: &str, body: Vec<u8>, reply: ReplyHandle) {
+    match route {
+        Route::Livez => drop(reply.send(Reply::json(200, r#"{"status":"alive"}"#))),
+        Route::Metrics => drop(reply.send(Reply::json(200, metrics(app)))),
+        Route::Prometheus => drop(reply.send(prometheus(app))),
+        Route::Health => with_database(app, reply, |_, conn| {
+            conn.query("SELECT 1", &[])?;
+            let body = json!({"status": "healthy", "database": "connected", "version": env!("CARGO_PKG_VERSION")});
+            Ok(Ok(Reply::json(200, body.to_string())))
+        }),
+        Route::Configure => with_database(app, reply, move |app, conn| configure(app, conn, &body)),
+        Route::DeleteQueue(name) => with_database(app, reply, move |app, conn| {
+            let existed = queue::delete(conn, &name)?;
+            if existed {
+                let queue: Arc<str> = name.as_str().into();
+                app.cores.tell(|| Message::QueueDeleted(queue.clone()));
+            }
+            let answer = if existed {
+                json!({"deleted": true, "queue": name, "existed": true})
+            } else {
+                json!({"deleted": false, "queue": name, "existed": false,
+                       "message": "Queue not found, nothing was deleted"})
+            };
+            Ok(Ok(Reply::json(200, answer.to_string())))
+        }),
+    }
+}
+
+type Outcome = Result<Result<Reply, ApiError>, StoreError>;
+
+fn with_database(
+    app: &Arc<App>,
+    reply: ReplyHandle,
+    work: impl FnOnce(&App, &mut Conn) -> Outcome + Send + 'static,
+) {
+    let app2 = app.clone();
+    app.cores.admin.run(move |conn| {
+        let answer = match conn.and_then(|conn| work(&app2, conn)) {
+            Ok(Ok(reply)) => reply,
+            Ok(Err(error)) => Reply::from(&error),
+            Err(error) => Reply::from(&store_error(&error)),
+        };
+        reply.send(answer);
+    });
+}
+
+fn configure(app: &App, conn: &mut Conn, body: &[u8]) -> Outcome {
+    let request = match parse_configure(body) {
+        Ok(request) => request,
+        Err(error) => return Ok(Err(error)),
+    };
+    let current = queue::find(conn, &request.queue)?;
+    let options = request.apply(&current.as_ref().map_or_else(QueueOptions::default, |q| q.options.clone()));
+    let (from_name, task_of_name) = namespace_and_task_of(&request.queue);
+    let namespace = request.namespace.as_deref().or(current.as_ref().map(|q| q.namespace.as_str())).unwrap_or(from_name);
+    let task = request.task.as_deref().or(current.as_ref().map(|q| q.task.as_str())).unwrap_or(task_of_name);
+    let id = queue::save(conn, &request.queue, namespace, task, &options)?;
+    app.cores.tell(|| Message::CatalogChanged);
+    let answer = json!({
+        "configured": true, "queueId": id, "partitionId": null, "queue": request.queue, "namespace": namespace,
+        "task": task, "storage": "segments", "options": options.to_json(),
+    });
+    Ok(Ok(Reply::json(200, answer.to_string())))
+}
+
+fn metrics(app: &App) -> String {
+    let m = &app.cores.metrics;
+    let uptime = app.started.elapsed().as_secs_f64();
+    let (connections, idle, waiting) = app.cores.admin.state();
+    let messages = m.pushed_messages.get() + m.popped_messages.get();
+    let rate = |n: u64| if uptime > 0.0 { n as f64 / uptime } else { 0.0 };
+    let (user, system) = cpu_seconds();
+    json!({
+        "uptime": uptime,
+        "requests": {"total": m.requests.get(), "rate": rate(m.requests.get())},
+        "messages": {"total": messages, "rate": rate(messages)},
+        "database": {"poolSize": connections, "idleConnections": idle, "waitingRequests": waiting},
+        "memory": {"rss": resident_bytes(), "heapTotal": 0, "heapUsed": 0, "external": 0, "arrayBuffers": 0},
+        "cpu": {"user": user, "system": system},
+    })
+    .to_string()
+}
+
+fn prometheus(app: &App) -> Reply {
+    let mut text = app.cores.metrics.text();
+    text.push_str("# HELP waspmq_connections Connections open.\n# TYPE waspmq_connections gauge\n");
+    text.push_str(&format!("waspmq_connections {}\n", (app.connections)()));
+    Reply { status: 200, content_type: "text/plain; version=0.0.4", headers: Vec::new(), body: text.into_bytes() }
+}
+
+/// Resident memory, from /proc; 0 where there is none.
+fn resident_bytes() -> u64 {
+    let pages = std::fs::read_to_string("/proc/self/statm")
+        .ok()
+        .and_then(|text| text.split(' ').nth(1).and_then(|n| n.parse::<u64>().ok()));
+    pages.unwrap_or(0) * 4096
+}
+
+/// User and system time of this process in seconds.
+fn cpu_seconds() -> (f64, f64) {
+    // SAFETY: rusage is plain data, and getrusage fills it.
+    let usage = unsafe {
+        let mut usage: libc::rusage = std::mem::zeroed();
+        libc::getrusage(libc::RUSAGE_SELF, &mut usage);
+        usage
+    };
+    let seconds = |time: libc::timeval| time.tv_sec as f64 + time.tv_usec as f64 / 1e6;
+    (seconds(usage.ru_utime), seconds(usage.ru_stime))
+}
