@@ -2,4 +2,5 @@
 pub mod broker;
 pub mod core;
 pub mod http;
+pub mod serve;
 pub mod store;

@@ -12,7 +12,7 @@ use super::admin::Admin;
 use super::discovery::Discovery;
 use super::group::{GroupState, Pages, Phase, RECHECK_LAST, RESEED_EVERY, WAKE_TICK};
 use super::hints::HintSender;
-use super::inbox::{ExtendJob, Mark, Message, Opened, PopJob, PushJob, Settled};
+use super::inbox::{ExtendJob, Mark, Message, Opened, PushJob, Settled};
 use super::lanes::Lanes;
 use super::leases::Leases;
 use super::link::Link;

@@ -150,6 +150,14 @@ impl EventEdge {
     }
 }
 
+impl EventEdge {
+    /// Counts the open connections, also after this value has moved.
+    pub fn counter(&self) -> Box<dyn Fn() -> usize + Send + Sync> {
+        let connections = self.connections.clone();
+        Box::new(move || connections.load(Ordering::Relaxed))
+    }
+}
+
 impl Edge for EventEdge {
     fn local_addr(&self) -> SocketAddr {
         self.address

@@ -1,0 +1,152 @@
+//! The `serve` command: from options to a running broker, and its end.
+
+use std::net::{SocketAddr, TcpListener};
+use std::path::PathBuf;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use clap::{Args, ValueEnum};
+
+use crate::broker::pop::{PopDefaults, StartAt};
+use crate::broker::push::MAX_BODY_BYTES;
+use crate::core::Cores;
+use crate::http::edge::{Edge, EdgeLimits, Handler, event::EventEdge};
+use crate::http::router::{self, App};
+use crate::store::embedded::Embedded;
+use crate::store::{Database, schema};
+
+/// Longest call of the data plane.
+const STATEMENT_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long outstanding answers are waited for when the broker stops.
+const STOP_LIMIT: Duration = Duration::from_secs(5);
+
+/// Where a group starts that does not say.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub enum SubscriptionMode {
+    /// At the oldest retained message.
+    All,
+    /// At the end.
+    New,
+}
+
+/// Options of `waspmq serve`.
+#[derive(Debug, Clone, Args)]
+pub struct ServeOptions {
+    /// Address to listen on
+    #[arg(long, env = "WASPMQ_LISTEN", default_value = "127.0.0.1:6632")]
+    pub listen: SocketAddr,
+    /// PostgreSQL to use, as a connection string or URL; without it the broker runs its own in --data
+    #[arg(long, env = "WASPMQ_DATABASE", hide_env_values = true)]
+    pub database: Option<String>,
+    /// Folder of the broker's own PostgreSQL
+    #[arg(long, env = "WASPMQ_DATA", default_value = "./waspmq-data")]
+    pub data: PathBuf,
+    /// Core threads, each with its own database connection [default: the number of CPUs]
+    #[arg(long, env = "WASPMQ_CORES", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub cores: Option<u16>,
+    /// Threads that read requests
+    #[arg(long, env = "WASPMQ_IO_THREADS", default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=256))]
+    pub io_threads: u16,
+    /// Largest request body in bytes
+    #[arg(long, env = "WASPMQ_MAX_BODY", default_value_t = 64 * 1024 * 1024, value_parser = body_limit)]
+    pub max_body: usize,
+    /// Longest wait of a pop in milliseconds
+    #[arg(long, env = "WASPMQ_MAX_WAIT_MS", default_value_t = 60_000)]
+    pub max_wait_ms: u64,
+    /// Most connections open at once
+    #[arg(long, env = "WASPMQ_MAX_CONNECTIONS", default_value_t = 20_000)]
+    pub max_connections: usize,
+    /// Where a consumer group starts that does not say
+    #[arg(long, env = "WASPMQ_DEFAULT_SUBSCRIPTION_MODE", value_enum, default_value = "new")]
+    pub default_subscription_mode: SubscriptionMode,
+}
+
+fn body_limit(text: &str) -> Result<usize, String> {
+    match text.parse::<usize>() {
+        Ok(bytes) if (1..=MAX_BODY_BYTES).contains(&bytes) => Ok(bytes),
+        Ok(bytes) => Err(format!("{bytes} is not in 1..={MAX_BODY_BYTES}")),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+/// Parses a connection string.
+pub fn database_config(text: &str) -> Result<postgres::Config, String> {
+    text.parse::<postgres::Config>().map_err(|error| {
+        let cause = std::error::Error::source(&error).map_or_else(String::new, |cause| format!(": {cause}"));
+        format!("--database cannot be read: {error}{cause}")
+    })
+}
+
+/// Runs the broker until it is told to stop (SIGTERM, SIGINT).
+pub fn serve(options: &ServeOptions) -> Result<(), String> {
+    let mut signals = signal_hook::iterator::Signals::new([libc::SIGTERM, libc::SIGINT])
+        .map_err(|error| format!("cannot watch signals: {error}"))?;
+    let listener = match listenfd::ListenFd::from_env().take_tcp_listener(0) {
+        Ok(Some(listener)) => listener,
+        _ => TcpListener::bind(options.listen)
+            .map_err(|error| format!("cannot listen on {} (--listen): {error}", options.listen))?,
+    };
+    let address = listener.local_addr().map_err(|error| error.to_string())?;
+    if !address.ip().is_loopback() {
+        tracing::warn!(%address, "anybody who can reach this address can read and write every queue: this version has no authentication");
+    }
+    let mut embedded = None;
+    let (database, place) = match &options.database {
+        Some(text) => (Database::new(database_config(text)?, STATEMENT_TIMEOUT), "external".to_owned()),
+        None => {
+            let own = Embedded::start(&options.data)?;
+            let database = Database::new(own.config(), STATEMENT_TIMEOUT);
+            embedded = Some(own);
+            (database, format!("embedded in {}", options.data.display()))
+        }
+    };
+    for applied in schema::migrate(&database).map_err(|error| error.to_string())? {
+        tracing::info!(migration = %applied, "applied");
+    }
+    let cores = options
+        .cores
+        .map_or_else(|| std::thread::available_parallelism().map_or(2, std::num::NonZero::get), usize::from);
+    let cores = Cores::start(&database, cores).map_err(|error| error.to_string())?;
+    let edge: Arc<OnceLock<Box<dyn Fn() -> usize + Send + Sync>>> = Arc::default();
+    let connections = edge.clone();
+    let app = Arc::new(App {
+        cores,
+        pop_defaults: PopDefaults {
+            start: match options.default_subscription_mode {
+                SubscriptionMode::All => StartAt::Oldest,
+                SubscriptionMode::New => StartAt::Now,
+            },
+            max_wait: Duration::from_millis(options.max_wait_ms),
+        },
+        started: Instant::now(),
+        connections: Box::new(move || connections.get().map_or(0, |count| count())),
+    });
+    let limits = EdgeLimits {
+        max_body_bytes: options.max_body,
+        max_connections: options.max_connections,
+        io_threads: usize::from(options.io_threads),
+    };
+    let handler: Handler = {
+        let app = app.clone();
+        Arc::new(move |request| router::handle(&app, request))
+    };
+    let running = EventEdge::start(listener, limits, handler).map_err(|error| format!("cannot serve: {error}"))?;
+    let _ = edge.set(running.counter());
+    let running: Box<dyn Edge> = Box::new(running);
+    println!("waspmq {} ready at http://{address}, database {place}", env!("CARGO_PKG_VERSION"));
+
+    signals.forever().next();
+    // A second signal ends it at once.
+    std::thread::spawn(move || {
+        signals.forever().next();
+        std::process::exit(130);
+    });
+    tracing::info!("stopping");
+    running.stop_accepting();
+    app.cores.stop();
+    running.shutdown(STOP_LIMIT);
+    if let Some(embedded) = embedded {
+        embedded.stop();
+    }
+    Ok(())
+}
