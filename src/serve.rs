@@ -130,7 +130,8 @@ pub fn serve(options: &ServeOptions) -> Result<(), String> {
         let app = app.clone();
         Arc::new(move |request| router::handle(&app, request))
     };
-    let running = EventEdge::start(listener, limits, handler).map_err(|error| format!("cannot serve: {error}"))?;
+    let running =
+        EventEdge::start(listener, limits, handler).map_err(|error| format!("cannot serve: {error}"))?;
     let _ = edge.set(running.counter());
     let running: Box<dyn Edge> = Box::new(running);
     println!("waspmq {} ready at http://{address}, database {place}", env!("CARGO_PKG_VERSION"));

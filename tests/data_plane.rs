@@ -29,7 +29,8 @@ fn a_repeated_transaction_id_is_stored_once() {
     let body = json!({"items": [{"queue": "q", "payload": 1, "transactionId": "same"}, {"queue": "q", "payload": 2, "transactionId": "same"},
         {"queue": "q", "partition": "other", "payload": 3, "transactionId": "same"}]});
     let (_, first) = broker.post("/api/v1/push", &body);
-    let statuses = |answer: &Value| answer.as_array().unwrap().iter().map(|e| e["status"].clone()).collect::<Vec<_>>();
+    let statuses =
+        |answer: &Value| answer.as_array().unwrap().iter().map(|e| e["status"].clone()).collect::<Vec<_>>();
     assert_eq!(statuses(&first), ["queued", "duplicate", "queued"]);
     assert_eq!(first[0]["message_id"], first[1]["message_id"]);
     let (_, second) = broker.post("/api/v1/push", &body);
@@ -43,9 +44,7 @@ fn a_failure_caps_the_cursor_and_comes_again_at_once() {
     let broker = Broker::start();
     broker.push("q", "a", &[json!(0), json!(1), json!(2)]);
     let m = broker.pop("/queue/q?batch=10");
-    let item = |n: usize, status: &str| {
-        json!({"transactionId": m[n]["transactionId"], "partitionId": m[n]["partitionId"], "leaseId": m[n]["leaseId"], "status": status})
-    };
+    let item = |n: usize, status: &str| json!({"transactionId": m[n]["transactionId"], "partitionId": m[n]["partitionId"], "leaseId": m[n]["leaseId"], "status": status});
     let body = json!({"acknowledgments": [item(0, "completed"), item(1, "failed"), item(2, "completed")]});
     let (_, answer) = broker.post("/api/v1/ack/batch", &body);
     assert!(answer.as_array().unwrap().iter().all(|a| a["success"] == true), "{answer}");
@@ -67,7 +66,10 @@ fn the_budget_is_three_redeliveries_and_then_the_dead_letters() {
     assert_eq!(data(&broker.pop("/queue/q?batch=10&wait=true&timeout=2000")), [json!("fine")]);
     let rows = broker.client().query("SELECT payload, error, retry_count FROM dead_letter", &[]).unwrap();
     assert_eq!(rows.len(), 1);
-    assert_eq!((rows[0].get::<_, Vec<u8>>(0), rows[0].get::<_, &str>(1)), (b"\"poison\"".to_vec(), "because"));
+    assert_eq!(
+        (rows[0].get::<_, Vec<u8>>(0), rows[0].get::<_, &str>(1)),
+        (b"\"poison\"".to_vec(), "because")
+    );
 }
 
 #[test]
@@ -102,7 +104,10 @@ fn groups_have_cursors_of_their_own_and_start_where_they_say() {
     assert!(broker.pop("/queue/q?consumerGroup=late").is_empty(), "new is the default");
     assert_eq!(data(&broker.pop("/queue/q?consumerGroup=all&subscriptionMode=all")), [json!(1)]);
     broker.push("q", "b", &[json!(2)]);
-    assert_eq!(data(&broker.pop("/queue/q?consumerGroup=late&subscriptionMode=all&wait=true&timeout=2000")), [json!(2)]);
+    assert_eq!(
+        data(&broker.pop("/queue/q?consumerGroup=late&subscriptionMode=all&wait=true&timeout=2000")),
+        [json!(2)]
+    );
     assert_eq!(data(&broker.pop("/queue/q?partitions=0")), [json!(1), json!(2)], "queue mode is always all");
 }
 
@@ -112,7 +117,10 @@ fn a_parked_pop_is_woken_by_a_push() {
     for path in ["/queue/q?", "/queue/q/partition/p?", "?namespace=q&"] {
         let waiting = std::thread::scope(|scope| {
             let pop = scope.spawn(|| {
-                let m = broker.pop(&format!("{path}consumerGroup=g{}&wait=true&timeout=20000&autoAck=true", path.len()));
+                let m = broker.pop(&format!(
+                    "{path}consumerGroup=g{}&wait=true&timeout=20000&autoAck=true",
+                    path.len()
+                ));
                 (m, Instant::now())
             });
             std::thread::sleep(Duration::from_millis(700));
@@ -132,7 +140,8 @@ fn a_discovery_pop_sees_every_queue_of_its_namespace() {
     for queue in ["ns.a", "ns.b", "other.a"] {
         broker.push(queue, "p", &[json!(queue)]);
     }
-    let (_, answer) = broker.get("/api/v1/pop?namespace=ns&consumerGroup=g&subscriptionMode=all&partitions=0&batch=10");
+    let (_, answer) =
+        broker.get("/api/v1/pop?namespace=ns&consumerGroup=g&subscriptionMode=all&partitions=0&batch=10");
     assert_eq!(answer["queue"], "");
     let mut found: Vec<String> =
         data(answer["messages"].as_array().unwrap()).iter().map(|v| v.as_str().unwrap().to_owned()).collect();
@@ -174,7 +183,10 @@ fn bad_requests_are_named_and_change_nothing() {
         assert_eq!(status, 400, "{answer}");
         assert!(answer["error"].as_str().unwrap().contains(part), "{answer}");
     }
-    assert_eq!(broker.get("/api/v1/pop/queue/q?batch=0").1["error"], "batch must be between 1 and 10000, got 0");
+    assert_eq!(
+        broker.get("/api/v1/pop/queue/q?batch=0").1["error"],
+        "batch must be between 1 and 10000, got 0"
+    );
     assert_eq!(broker.client().query("SELECT 1 FROM queue", &[]).unwrap().len(), 0);
 }
 
@@ -183,7 +195,10 @@ fn a_deleted_queue_starts_anew() {
     let broker = Broker::start();
     let body = json!({"items": [{"queue": "q", "payload": 1, "transactionId": "t"}]});
     broker.post("/api/v1/push", &body);
-    assert_eq!(broker.call("DELETE", "/api/v1/resources/queues/q", None).1, json!({"deleted": true, "queue": "q", "existed": true}));
+    assert_eq!(
+        broker.call("DELETE", "/api/v1/resources/queues/q", None).1,
+        json!({"deleted": true, "queue": "q", "existed": true})
+    );
     assert_eq!(broker.call("DELETE", "/api/v1/resources/queues/q", None).1["existed"], false);
     assert!(broker.pop("/queue/q").is_empty());
     assert_eq!(broker.post("/api/v1/push", &body).1[0]["status"], "queued");

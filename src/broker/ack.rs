@@ -124,9 +124,13 @@ pub fn parse_batch(body: &[u8]) -> Result<AckRequest, ApiError> {
     let group = group_of(batch.consumer_group.as_deref())?;
     let items = batch.acknowledgments.unwrap_or_default();
     if items.len() > MAX_ITEMS {
-        return Err(bad_body(format_args!("{} acknowledgments are more than the {MAX_ITEMS} of one call", items.len())));
+        return Err(bad_body(format_args!(
+            "{} acknowledgments are more than the {MAX_ITEMS} of one call",
+            items.len()
+        )));
     }
-    let items = items.into_iter().enumerate().map(|(index, item)| item.check(index)).collect::<Result<_, _>>()?;
+    let items =
+        items.into_iter().enumerate().map(|(index, item)| item.check(index)).collect::<Result<_, _>>()?;
     Ok(AckRequest { group, items })
 }
 
@@ -242,7 +246,9 @@ pub fn parse_extend(body: &[u8]) -> Result<u32, ApiError> {
     let extend: Extend = serde_json::from_slice(body).map_err(bad_body)?;
     let seconds = extend.seconds.unwrap_or(DEFAULT_EXTEND_SECONDS);
     if seconds > MAX_EXTEND_SECONDS {
-        return Err(ApiError::bad_request(format!("seconds must be at most {MAX_EXTEND_SECONDS}, got {seconds}")));
+        return Err(ApiError::bad_request(format!(
+            "seconds must be at most {MAX_EXTEND_SECONDS}, got {seconds}"
+        )));
     }
     Ok(seconds.max(1) as u32)
 }
@@ -258,7 +264,6 @@ pub fn extend_answer(lease: &str, renewed: u64, until: Option<i64>) -> Vec<u8> {
     .into_bytes()
 }
 
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -266,12 +271,17 @@ mod tests {
     const P: &str = "01890a5d-ac96-774b-bcce-b302099a8057";
 
     fn single(rest: &str) -> AckItem {
-        parse_single(format!(r#"{{"transactionId":"t","partitionId":"{P}"{rest}}}"#).as_bytes()).unwrap().items.remove(0)
+        parse_single(format!(r#"{{"transactionId":"t","partitionId":"{P}"{rest}}}"#).as_bytes())
+            .unwrap()
+            .items
+            .remove(0)
     }
 
     #[test]
     fn statuses_and_their_other_names() {
-        for completed in ["", r#","status":null"#, r#","status":"success""#, r#","status":"acked""#, r#","status":"ok""#] {
+        for completed in
+            ["", r#","status":null"#, r#","status":"success""#, r#","status":"acked""#, r#","status":"ok""#]
+        {
             assert_eq!((single(completed).status, single(completed).refused), (AckStatus::Completed, None));
         }
         assert_eq!(single(r#","status":"dlq""#).status, AckStatus::DeadLetter);
@@ -297,7 +307,10 @@ mod tests {
     #[test]
     fn what_is_missing_is_named() {
         let error = |body: &str| parse_batch(body.as_bytes()).unwrap_err().message;
-        assert_eq!(error(r#"{"acknowledgments":[{"transactionId":"a"}]}"#), "bad body: partitionId of item 0 is required");
+        assert_eq!(
+            error(r#"{"acknowledgments":[{"transactionId":"a"}]}"#),
+            "bad body: partitionId of item 0 is required"
+        );
         assert!(error(r#"{"acknowledgments":[{"partitionId":"a"}]}"#).contains("transactionId of item 0"));
         assert!(parse_batch(b"{}").unwrap().items.is_empty());
         assert_eq!(answer(&parse_batch(b"{}").unwrap(), &[]), b"[]");

@@ -9,4 +9,3 @@ pub mod query;
 pub mod queue_options;
 pub mod segment;
 pub mod time;
-

@@ -134,7 +134,9 @@ impl PopRequest {
         };
         let batch = query.integer("batch")?.unwrap_or(DEFAULT_BATCH);
         if !(1..=MAX_BATCH).contains(&batch) {
-            return Err(ApiError::bad_request(format!("batch must be between 1 and {MAX_BATCH}, got {batch}")));
+            return Err(ApiError::bad_request(format!(
+                "batch must be between 1 and {MAX_BATCH}, got {batch}"
+            )));
         }
         let partitions = match (&target, query.integer("partitions")?) {
             (PopTarget::Partition(..), _) | (_, None) => 1,
@@ -150,13 +152,17 @@ impl PopRequest {
         };
         let timeout_ms = query.integer("timeout")?.unwrap_or(DEFAULT_WAIT_MS);
         if timeout_ms < 0 {
-            return Err(ApiError::bad_request(format!("timeout must be 0 or more milliseconds, got {timeout_ms}")));
+            return Err(ApiError::bad_request(format!(
+                "timeout must be 0 or more milliseconds, got {timeout_ms}"
+            )));
         }
         let wait = Duration::from_millis(timeout_ms as u64).min(defaults.max_wait);
         let wait = (query.boolean("wait", false)? && !wait.is_zero()).then_some(wait);
         let lease_seconds = match query.integer("leaseSeconds")? {
             Some(n) if n > MAX_LEASE_SECONDS => {
-                return Err(ApiError::bad_request(format!("leaseSeconds must be at most {MAX_LEASE_SECONDS}, got {n}")));
+                return Err(ApiError::bad_request(format!(
+                    "leaseSeconds must be at most {MAX_LEASE_SECONDS}, got {n}"
+                )));
             }
             Some(n) if n > 0 => Some(n as u32),
             _ => None,
@@ -184,7 +190,10 @@ fn start_at(query: &Query<'_>, default: StartAt) -> Result<StartAt, ApiError> {
             return Ok(StartAt::Now);
         }
         return time::parse_rfc3339(from).map(StartAt::Time).ok_or_else(|| {
-            ApiError::bad_request(format!("subscriptionFrom must be now or an RFC 3339 time, got \"{}\"", shorten(from)))
+            ApiError::bad_request(format!(
+                "subscriptionFrom must be now or an RFC 3339 time, got \"{}\"",
+                shorten(from)
+            ))
         });
     }
     match query.text("subscriptionMode")? {
@@ -309,7 +318,10 @@ mod tests {
     fn defaults_and_bounds() {
         let pop = parse("").unwrap();
         assert_eq!((pop.batch, pop.partitions, pop.group.as_str()), (200, 1, QUEUE_MODE));
-        assert_eq!((pop.wait, pop.auto_ack, pop.lease_seconds, pop.start), (None, false, None, StartAt::Oldest));
+        assert_eq!(
+            (pop.wait, pop.auto_ack, pop.lease_seconds, pop.start),
+            (None, false, None, StartAt::Oldest)
+        );
         assert_eq!(parse("batch=0").unwrap_err().message, "batch must be between 1 and 10000, got 0");
         assert_eq!(parse("batch=10001").unwrap_err().message, "batch must be between 1 and 10000, got 10001");
         assert_eq!(parse("wait=maybe").unwrap_err().status, 400);
@@ -325,11 +337,15 @@ mod tests {
     fn where_a_group_starts() {
         assert_eq!(parse("consumerGroup=g").unwrap().start, StartAt::Now);
         for mode in ["new", "NEW-ONLY", "%20new_only", "newonly"] {
-            assert_eq!(parse(&format!("consumerGroup=g&subscriptionMode={mode}")).unwrap().start, StartAt::Now);
+            assert_eq!(
+                parse(&format!("consumerGroup=g&subscriptionMode={mode}")).unwrap().start,
+                StartAt::Now
+            );
         }
         assert_eq!(parse("consumerGroup=g&subscriptionMode=all").unwrap().start, StartAt::Oldest);
         assert_eq!(parse("subscriptionMode=new").unwrap().start, StartAt::Oldest, "queue mode is always all");
-        let from = parse("consumerGroup=g&subscriptionMode=all&subscriptionFrom=1970-01-01T00:00:01Z").unwrap();
+        let from =
+            parse("consumerGroup=g&subscriptionMode=all&subscriptionFrom=1970-01-01T00:00:01Z").unwrap();
         assert_eq!(from.start, StartAt::Time(1_000_000));
         assert!(parse("subscriptionFrom=yesterday").unwrap_err().message.contains("yesterday"));
     }
@@ -373,6 +389,9 @@ mod tests {
         assert_eq!(json["messages"][0]["transactionId"], "t\"1");
         assert_eq!(json["messages"][0]["createdAt"], "1970-01-01T00:00:01.000000Z");
         assert_eq!(json["messages"][0]["deliveryAttempt"], 2);
-        assert_eq!((&json["leaseId"], &json["messages"][0]["leaseId"]), (&lease.to_string().into(), &lease.to_string().into()));
+        assert_eq!(
+            (&json["leaseId"], &json["messages"][0]["leaseId"]),
+            (&lease.to_string().into(), &lease.to_string().into())
+        );
     }
 }

@@ -125,7 +125,9 @@ pub struct Building {
 impl Building {
     /// Adds one item, or says what is wrong with it.
     pub fn add(&mut self, index: usize, item: Item<'_>, producer_sub: Option<&str>) -> Result<(), ApiError> {
-        let name = |what: &str, value: &str| check_name(what, value).map_err(|e| bad_body(format_args!("item {index}: {e}")));
+        let name = |what: &str, value: &str| {
+            check_name(what, value).map_err(|e| bad_body(format_args!("item {index}: {e}")))
+        };
         let partition = item.partition.unwrap_or(Cow::Borrowed(DEFAULT_PARTITION));
         let own = item.transaction_id;
         match own.as_deref().map(str::len) {
@@ -146,7 +148,8 @@ impl Building {
                 "the payload of item {index} is nested deeper than {MAX_JSON_DEPTH} levels"
             )));
         }
-        let same = self.lanes.get(self.last).is_some_and(|l| l.queue == *item.queue && l.partition == *partition);
+        let same =
+            self.lanes.get(self.last).is_some_and(|l| l.queue == *item.queue && l.partition == *partition);
         if !same {
             name("queue", &item.queue)?;
             name("partition", &partition)?;
@@ -155,8 +158,13 @@ impl Building {
         let lane = &mut self.lanes[self.last];
         let message_id = Uuid::now_v7();
         let trace_id = item.trace_id.and_then(|raw| Uuid::parse_str(raw.get().trim_matches('"')).ok());
-        let frame =
-            Frame { message_id, trace_id, own_transaction_id: own.as_deref(), producer_sub, payload: payload.as_bytes() };
+        let frame = Frame {
+            message_id,
+            trace_id,
+            own_transaction_id: own.as_deref(),
+            producer_sub,
+            payload: payload.as_bytes(),
+        };
         let start = lane.frames.len();
         segment::write_frame(&mut lane.frames, &frame);
         let hash = frame.hash();
@@ -245,7 +253,9 @@ pub fn push_json_text(out: &mut Vec<u8>, text: &str) {
 /// Checks a queue, partition or group name: 1 to 255 bytes without control characters.
 pub fn check_name(what: &str, value: &str) -> Result<(), ApiError> {
     if value.is_empty() {
-        return Err(ApiError::bad_request(format!("{what} is empty; it must be 1 to {MAX_NAME_BYTES} bytes")));
+        return Err(ApiError::bad_request(format!(
+            "{what} is empty; it must be 1 to {MAX_NAME_BYTES} bytes"
+        )));
     }
     if value.len() > MAX_NAME_BYTES {
         return Err(ApiError::bad_request(format!(
@@ -254,7 +264,10 @@ pub fn check_name(what: &str, value: &str) -> Result<(), ApiError> {
         )));
     }
     if let Some(c) = value.chars().find(|c| c.is_control()) {
-        return Err(ApiError::bad_request(format!("{what} contains the control character U+{:04X}", c as u32)));
+        return Err(ApiError::bad_request(format!(
+            "{what} contains the control character U+{:04X}",
+            c as u32
+        )));
     }
     Ok(())
 }
@@ -319,15 +332,23 @@ mod tests {
         assert!(message_of(r#"{"items":[{}]}"#).contains("missing field `queue`"));
         assert!(message_of(r#"{}"#).contains("missing field `items`"));
         assert!(message_of(r#"{"items":[{"queue":"q"},{"queue":""}]}"#).contains("item 1: queue is empty"));
-        assert!(message_of(r#"{"items":[{"queue":"a\u0007"}]}"#).contains("item 0: queue contains the control character U+0007"));
+        assert!(
+            message_of(r#"{"items":[{"queue":"a\u0007"}]}"#)
+                .contains("item 0: queue contains the control character U+0007")
+        );
         assert!(message_of(r#"{"items":[{"queue":"q","partition":"\u007f"}]}"#).contains("U+007F"));
         let long = "x".repeat(256);
-        assert!(message_of(&format!(r#"{{"items":[{{"queue":"{long}"}}]}}"#)).contains("256 bytes exceeds the 255-byte limit"));
+        assert!(
+            message_of(&format!(r#"{{"items":[{{"queue":"{long}"}}]}}"#))
+                .contains("256 bytes exceeds the 255-byte limit")
+        );
         let long = "x".repeat(65_536);
         let body = format!(r#"{{"items":[{{"queue":"q","transactionId":"{long}"}}]}}"#);
         assert_eq!(message_of(&body), "bad body: transactionId of item 0 exceeds the 65535-byte limit");
         assert!(parse(body.replace("xx\"", "x\"").as_bytes(), None).is_ok());
-        let deep = |n: usize| format!(r#"{{"items":[{{"queue":"q","payload":{}1{}}}]}}"#, "[".repeat(n), "]".repeat(n));
+        let deep = |n: usize| {
+            format!(r#"{{"items":[{{"queue":"q","payload":{}1{}}}]}}"#, "[".repeat(n), "]".repeat(n))
+        };
         assert!(parse(deep(128).as_bytes(), None).is_ok());
         assert!(message_of(&deep(129)).contains("deeper than 128"));
         let many = format!(r#"{{"items":[{}]}}"#, vec![r#"{"queue":"q"}"#; 10_001].join(","));

@@ -22,7 +22,9 @@ impl<'a> Query<'a> {
             .0
             .split('&')
             .filter_map(|pair| pair.split_once('=').or((!pair.is_empty()).then_some((pair, ""))))
-            .rfind(|(key, _)| *key == name || (key.contains(['%', '+']) && decode(key).is_some_and(|key| key == name)));
+            .rfind(|(key, _)| {
+                *key == name || (key.contains(['%', '+']) && decode(key).is_some_and(|key| key == name))
+            });
         match found {
             None => Ok(None),
             Some((_, value)) => match decode(value) {
@@ -43,9 +45,10 @@ impl<'a> Query<'a> {
             None => Ok(default),
             Some("true" | "1") => Ok(true),
             Some("false" | "0") => Ok(false),
-            Some(other) => {
-                Err(ApiError::bad_request(format!("{name} must be true, 1, false or 0, got \"{}\"", shorten(other))))
-            }
+            Some(other) => Err(ApiError::bad_request(format!(
+                "{name} must be true, 1, false or 0, got \"{}\"",
+                shorten(other)
+            ))),
         }
     }
 
@@ -98,7 +101,10 @@ mod tests {
     #[test]
     fn wrong_values_are_named() {
         let query = Query::new("wait=yes&n=1.5&bad=%FF");
-        assert_eq!(query.boolean("wait", false).unwrap_err().message, "wait must be true, 1, false or 0, got \"yes\"");
+        assert_eq!(
+            query.boolean("wait", false).unwrap_err().message,
+            "wait must be true, 1, false or 0, got \"yes\""
+        );
         assert_eq!(query.integer("n").unwrap_err().message, "n must be a whole number, got \"1.5\"");
         assert_eq!(query.get("bad").unwrap_err().message, "bad is not valid UTF-8");
         assert!(query.boolean("absent", true).unwrap());

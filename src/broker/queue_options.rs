@@ -112,7 +112,6 @@ options! {
     retry_delay: i32 = 1000, "retryDelay", Kind::Integer(0, MAX_INT);
 }
 
-
 /// A parsed `configure`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ConfigureRequest {
@@ -170,16 +169,21 @@ pub fn parse_configure(body: &[u8]) -> Result<ConfigureRequest, ApiError> {
     };
     for unsupported in ["selector", "filter"] {
         if options.get(unsupported).is_some_and(|value| !value.is_null()) {
-            return Err(ApiError::bad_request(format!("{unsupported} is not supported: this version has no plugins")));
+            return Err(ApiError::bad_request(format!(
+                "{unsupported} is not supported: this version has no plugins"
+            )));
         }
     }
     let mut patch = Map::new();
     for (key, kind) in KEYS {
         let Some(value) = options.get(*key) else { continue };
-        patch.insert((*key).to_owned(), if value.is_null() { Value::Null } else { check(key, *kind, value)? });
+        patch
+            .insert((*key).to_owned(), if value.is_null() { Value::Null } else { check(key, *kind, value)? });
     }
     if patch.get("encryptionEnabled") == Some(&Value::Bool(true)) {
-        return Err(ApiError::bad_request("encryptionEnabled: true is not supported: this version cannot encrypt"));
+        return Err(ApiError::bad_request(
+            "encryptionEnabled: true is not supported: this version cannot encrypt",
+        ));
     }
     Ok(ConfigureRequest { queue, namespace, task, replace, patch })
 }
@@ -230,12 +234,16 @@ mod tests {
 
     #[test]
     fn a_configure_merges_resets_and_replaces() {
-        let first = parse_configure(br#"{"queue":"q","options":{"leaseTime":5,"retryLimit":0,"deadLetterQueue":false}}"#).unwrap();
+        let first = parse_configure(
+            br#"{"queue":"q","options":{"leaseTime":5,"retryLimit":0,"deadLetterQueue":false}}"#,
+        )
+        .unwrap();
         let set = first.apply(&QueueOptions::default());
         assert_eq!((set.lease_time, set.retry_limit, set.dead_letter_queue), (5, 0, false));
         let reset = parse_configure(br#"{"queue":"q","options":{"leaseTime":null}}"#).unwrap().apply(&set);
         assert_eq!((reset.lease_time, reset.retry_limit), (60, 0));
-        let replaced = parse_configure(br#"{"queue":"q","options":{"ttl":1},"mode":"replace"}"#).unwrap().apply(&set);
+        let replaced =
+            parse_configure(br#"{"queue":"q","options":{"ttl":1},"mode":"replace"}"#).unwrap().apply(&set);
         assert_eq!(replaced, QueueOptions { ttl: 1, ..QueueOptions::default() });
         assert_eq!(options(json!({"queue": "q", "leaseTime": 9.0})).lease_time, 9);
     }
@@ -253,7 +261,10 @@ mod tests {
         );
         assert!(refusal(json!({"queue": "q", "options": []})).contains("options must be an object"));
         assert!(refusal(json!({"queue": "q", "options": {"selector": "s"}})).contains("selector"));
-        assert_eq!(options(json!({"queue": "q", "options": {"minPopWaitTime": 90_000}})).min_pop_wait_time, 60_000);
+        assert_eq!(
+            options(json!({"queue": "q", "options": {"minPopWaitTime": 90_000}})).min_pop_wait_time,
+            60_000
+        );
         assert_eq!(options(json!({"queue": "q", "options": {"minPopWaitTime": -5}})).min_pop_wait_time, 0);
         assert_eq!(QueueOptions::default().to_json().as_object().unwrap().len(), 17);
     }

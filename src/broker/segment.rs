@@ -176,7 +176,8 @@ fn read_frame(body: &[u8]) -> Result<Frame<'_>, CorruptSegment> {
             return Ok(None);
         }
         let (length, behind) = rest.split_first_chunk::<2>().ok_or(short)?;
-        let (text, behind) = behind.split_at_checked(usize::from(u16::from_le_bytes(*length))).ok_or(short)?;
+        let (text, behind) =
+            behind.split_at_checked(usize::from(u16::from_le_bytes(*length))).ok_or(short)?;
         rest = behind;
         std::str::from_utf8(text).map(Some).map_err(|_| CorruptSegment("a text is not UTF-8"))
     };
@@ -224,7 +225,8 @@ pub fn unpack(codec: i16, data: &[u8]) -> Result<Cow<'_, [u8]>, CorruptSegment> 
             if size > MAX_UNPACKED {
                 return Err(CorruptSegment("it claims to be larger than any segment"));
             }
-            let unpacked = zstd::bulk::decompress(data, size).map_err(|_| CorruptSegment("it cannot be decompressed"))?;
+            let unpacked = zstd::bulk::decompress(data, size)
+                .map_err(|_| CorruptSegment("it cannot be decompressed"))?;
             Ok(unpacked.into())
         }
         _ => Err(CorruptSegment("its codec is of a later version")),
@@ -284,8 +286,13 @@ mod tests {
     #[test]
     fn a_message_without_its_own_transaction_id_has_its_id_for_one() {
         let id = Uuid::from_u128(0x1234);
-        let frame =
-            Frame { message_id: id, trace_id: None, own_transaction_id: None, producer_sub: None, payload: b"1" };
+        let frame = Frame {
+            message_id: id,
+            trace_id: None,
+            own_transaction_id: None,
+            producer_sub: None,
+            payload: b"1",
+        };
         assert_eq!(frame.transaction_id(&mut [0; 36]), id.to_string());
         assert_eq!(frame.hash(), transaction_hash(&id.to_string()));
     }

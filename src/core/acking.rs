@@ -21,8 +21,7 @@ const MAX_CALL_ITEMS: usize = 20_000;
 
 const NOT_FOUND: &str = "consumer not found";
 const ALREADY_COMMITTED: &str = "already committed: the cursor moved past this message before this ack";
-const UNRESOLVABLE: &str =
-    "unresolvable: transaction not in the ack window (hash purged or never pushed); if leased, the message redelivers";
+const UNRESOLVABLE: &str = "unresolvable: transaction not in the ack window (hash purged or never pushed); if leased, the message redelivers";
 
 /// Acks of one request, some of them perhaps settled already.
 pub struct DeferredAck {
@@ -85,7 +84,12 @@ impl Engine {
     }
 
     /// One call. False: the connection is gone.
-    fn run_wave(&mut self, mut wave: Vec<Unit>, work: &mut [DeferredAck], busy: &mut Vec<(usize, usize)>) -> bool {
+    fn run_wave(
+        &mut self,
+        mut wave: Vec<Unit>,
+        work: &mut [DeferredAck],
+        busy: &mut Vec<(usize, usize)>,
+    ) -> bool {
         if let Err(error) = self.resolve(&mut wave, work) {
             return self.wave_failed(wave, work, busy, &error);
         }
@@ -191,7 +195,8 @@ impl Engine {
                 work[job].job.request.items[item].hash
             })
             .collect();
-        let found = self.call(|conn| crate::store::ack::resolve_offsets(conn, &partitions, &groups, &hashes))?;
+        let found =
+            self.call(|conn| crate::store::ack::resolve_offsets(conn, &partitions, &groups, &hashes))?;
         for ((u, m), (committed, offsets)) in unknown.into_iter().zip(found) {
             wave[u].members[m].2 = choose(&offsets, committed);
         }
@@ -252,7 +257,8 @@ impl Engine {
             error: said,
             created: crate::store::Micros(0),
         };
-        let unpacked = stored.as_ref().and_then(|s| segment::unpack(s.codec, &s.data).ok().map(|raw| (s, raw)));
+        let unpacked =
+            stored.as_ref().and_then(|s| segment::unpack(s.codec, &s.data).ok().map(|raw| (s, raw)));
         if let Some((stored, raw)) = unpacked {
             let mut frames = segment::frames(&raw);
             frames.skip_frames((offset - stored.base_offset) as usize);
@@ -286,7 +292,11 @@ impl Engine {
                 Some(text) => AckOutcome { error: Some(text.to_owned()), ..AckOutcome::default() },
                 None => outcome_of(*offset, status, verdict),
             };
-            if outcome.success { self.metrics.acked_messages.inc() } else { self.metrics.ack_failures.inc() }
+            if outcome.success {
+                self.metrics.acked_messages.inc()
+            } else {
+                self.metrics.ack_failures.inc()
+            }
             work[*job].outcomes[*item] = Some(outcome);
         }
         let AckVerdict::Applied { queue, after, released, action, pending, .. } = verdict else { return };
@@ -315,7 +325,10 @@ impl Engine {
     /// Answers a request; what is not settled by now is not going to be.
     pub(super) fn answer_ack(&mut self, waiting: DeferredAck) {
         if waiting.outcomes.iter().any(Option::is_none) {
-            let text = format!("the database is not available, nothing was changed; repeat the call: {}", self.link.last_error());
+            let text = format!(
+                "the database is not available, nothing was changed; repeat the call: {}",
+                self.link.last_error()
+            );
             return self.refuse_ack(waiting, &text);
         }
         self.metrics.acks.inc();
@@ -324,7 +337,8 @@ impl Engine {
         let reply = match outcomes.first() {
             // All for the same reason, and it is the database's: no answer per item hides that.
             Some(first) if outcomes.iter().all(failed) => {
-                let mut error = crate::broker::error::ApiError::unavailable(first.error.clone().unwrap_or_default());
+                let mut error =
+                    crate::broker::error::ApiError::unavailable(first.error.clone().unwrap_or_default());
                 if error.message.contains("may or may not") {
                     error.code = "outcome_unknown";
                 }
@@ -342,7 +356,8 @@ impl Engine {
             return;
         }
         for outcome in &mut waiting.outcomes {
-            outcome.get_or_insert_with(|| AckOutcome { error: Some(text.to_owned()), ..AckOutcome::default() });
+            outcome
+                .get_or_insert_with(|| AckOutcome { error: Some(text.to_owned()), ..AckOutcome::default() });
         }
         self.answer_ack(waiting);
     }
@@ -371,7 +386,8 @@ impl Engine {
         let group = lease.group.clone();
         let partitions: Vec<Uuid> = lease.spans.iter().map(|span| span.partition).collect();
         let seconds = job.seconds as i32;
-        let result = self.call(|conn| crate::store::ack::extend_lease(conn, id, &partitions, &group, seconds));
+        let result =
+            self.call(|conn| crate::store::ack::extend_lease(conn, id, &partitions, &group, seconds));
         match result {
             Ok((renewed, expires)) => {
                 if renewed > 0 {

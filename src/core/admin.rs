@@ -40,7 +40,11 @@ impl r2d2::ManageConnection for Manager {
     }
 
     fn is_valid(&self, conn: &mut Conn) -> Result<(), StoreError> {
-        if conn.looks_alive() { Ok(()) } else { Err(StoreError::Unavailable("the connection was closed".to_owned())) }
+        if conn.looks_alive() {
+            Ok(())
+        } else {
+            Err(StoreError::Unavailable("the connection was closed".to_owned()))
+        }
     }
 
     fn has_broken(&self, conn: &mut Conn) -> bool {
@@ -109,7 +113,8 @@ impl Admin {
     pub(super) fn page(&self, core: usize, key: GroupKey, queue_id: Uuid, after: Option<String>) {
         let me = self.clone();
         self.run(move |conn| {
-            let found = conn.and_then(|conn| group::pending_page(conn, queue_id, &key.1, after.as_deref(), PAGE));
+            let found =
+                conn.and_then(|conn| group::pending_page(conn, queue_id, &key.1, after.as_deref(), PAGE));
             let (pending, next, failed) = match found {
                 Ok((pending, next)) => (pending, next, false),
                 Err(_) => (Vec::new(), after, true),
@@ -129,7 +134,14 @@ impl Admin {
     }
 
     /// Reads a lane's hashes.
-    pub(super) fn load_hashes(&self, core: usize, queue: String, partition: String, id: Uuid, window_seconds: i32) {
+    pub(super) fn load_hashes(
+        &self,
+        core: usize,
+        queue: String,
+        partition: String,
+        id: Uuid,
+        window_seconds: i32,
+    ) {
         let me = self.clone();
         self.run(move |conn| {
             let result = conn.and_then(|conn| load_hashes(conn, id, 0, window_seconds, i64::MAX));
@@ -199,7 +211,9 @@ impl Admin {
                 Ok((renewed, until))
             });
             job.reply.send(match renewed {
-                Ok((renewed, until)) => Reply::json(200, ack::extend_answer(&job.lease, renewed, until.map(|at| at.0))),
+                Ok((renewed, until)) => {
+                    Reply::json(200, ack::extend_answer(&job.lease, renewed, until.map(|at| at.0)))
+                }
                 Err(error) => Reply::from(&store_error(&error)),
             });
         });

@@ -246,7 +246,8 @@ impl Engine {
                 continue;
             }
             // Every pop starts at another queue, so that none starves.
-            let mut route: Vec<Arc<str>> = state.queues.iter().map(|info| info.name.as_str().into()).collect();
+            let mut route: Vec<Arc<str>> =
+                state.queues.iter().map(|info| info.name.as_str().into()).collect();
             if !route.is_empty() {
                 state.turn = (state.turn + 1) % route.len();
                 route.rotate_left(state.turn);
@@ -326,7 +327,10 @@ impl Engine {
         let lease = (!visit.job.request.auto_ack).then_some(visit.lease);
         let partitions: Vec<(Arc<str>, Uuid)> =
             visit.deliveries.iter().map(|d| (d.queue.as_str().into(), d.partition_id)).collect();
-        let spans = partitions.iter().zip(&visit.spans).map(|((queue, id), (first, ms))| (queue.clone(), *id, *first, *ms));
+        let spans = partitions
+            .iter()
+            .zip(&visit.spans)
+            .map(|((queue, id), (first, ms))| (queue.clone(), *id, *first, *ms));
         let spans: Vec<_> = spans.collect();
         self.deliver(visit.job, lease, &visit.deliveries, spans);
     }

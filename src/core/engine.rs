@@ -229,7 +229,10 @@ impl Engine {
         for job in self.pushes.drain(..).chain(self.busy_pushes.drain(..).map(|(_, job)| job)) {
             job.reply.send(reply.clone());
         }
-        let text = format!("the database is not available, nothing was changed; repeat the call: {}", self.link.last_error());
+        let text = format!(
+            "the database is not available, nothing was changed; repeat the call: {}",
+            self.link.last_error()
+        );
         let busy = std::mem::take(&mut self.busy_acks).into_iter().map(|(_, job)| job);
         for job in std::mem::take(&mut self.acks).into_iter().chain(busy) {
             self.refuse_ack(job, &text);
@@ -248,7 +251,8 @@ impl Engine {
         }
         let far = Instant::now() + Duration::from_secs(60);
         let mut next = self.timers.peek().map_or(far, |Reverse((at, _))| *at);
-        if let Some(at) = self.busy_pushes.iter().map(|(at, _)| *at).chain(self.busy_acks.iter().map(|(at, _)| *at)).min()
+        if let Some(at) =
+            self.busy_pushes.iter().map(|(at, _)| *at).chain(self.busy_acks.iter().map(|(at, _)| *at)).min()
         {
             next = next.min(at);
         }
@@ -590,8 +594,12 @@ impl Engine {
 
     fn catalog_changed(&mut self) {
         self.lanes.clear();
-        let ids: HashSet<_> =
-            self.groups.values().flat_map(|g| g.values()).filter_map(|g| g.info.as_ref().map(|i| i.id)).collect();
+        let ids: HashSet<_> = self
+            .groups
+            .values()
+            .flat_map(|g| g.values())
+            .filter_map(|g| g.info.as_ref().map(|i| i.id))
+            .collect();
         if !ids.is_empty() {
             self.admin.queue_infos(self.index, ids.into_iter().collect());
         }
@@ -628,8 +636,11 @@ impl Engine {
     }
 
     fn forget_group(&mut self, queue: Option<&str>, group: &str) {
-        let keys: Vec<GroupKey> =
-            self.keys().into_iter().filter(|key| &*key.1 == group && queue.is_none_or(|q| &*key.0 == q)).collect();
+        let keys: Vec<GroupKey> = self
+            .keys()
+            .into_iter()
+            .filter(|key| &*key.1 == group && queue.is_none_or(|q| &*key.0 == q))
+            .collect();
         for key in keys {
             if let Some(state) = group_mut(&mut self.groups, &key) {
                 dismiss_all(state);
@@ -648,7 +659,9 @@ impl Engine {
         self.run_pushes();
         self.run_acks();
         self.run_extends();
-        let reply = Reply::from(&ApiError::unavailable("the broker is stopping, nothing was changed; repeat the call"));
+        let reply = Reply::from(&ApiError::unavailable(
+            "the broker is stopping, nothing was changed; repeat the call",
+        ));
         for job in self.pushes.drain(..).chain(self.busy_pushes.drain(..).map(|(_, job)| job)) {
             job.reply.send(reply.clone());
         }

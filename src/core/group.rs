@@ -204,7 +204,8 @@ impl GroupState {
             (None, None) => false,
             (None, Some(deadline)) => {
                 // Delivered a moment before its own timeout, not after it.
-                let until = (now + Duration::from_millis(wait_ms as u64)).min(deadline - Duration::from_millis(20));
+                let until =
+                    (now + Duration::from_millis(wait_ms as u64)).min(deadline - Duration::from_millis(20));
                 self.wait_for_more(seq, until);
                 now < until
             }
@@ -323,11 +324,8 @@ impl GroupState {
         } else {
             self.used_at + UNLOAD_AFTER
         };
-        let due = [
-            self.deadlines.first().map(|(at, _)| *at),
-            self.fills.first().map(|(at, _)| *at),
-            self.gate_due,
-        ];
+        let due =
+            [self.deadlines.first().map(|(at, _)| *at), self.fills.first().map(|(at, _)| *at), self.gate_due];
         for at in due.into_iter().flatten() {
             next = next.min(at);
         }

@@ -71,7 +71,9 @@ pub(super) fn start(
     let (marks, inbox) = unbounded();
     let (stop, stopped) = bounded::<()>(0);
     let sender = HintSender { others: others.clone(), marks };
-    let spawn = |name: &str, run: Box<dyn FnOnce() + Send>| std::thread::Builder::new().name(name.to_owned()).spawn(run);
+    let spawn = |name: &str, run: Box<dyn FnOnce() + Send>| {
+        std::thread::Builder::new().name(name.to_owned()).spawn(run)
+    };
     let (db, on) = (database.clone(), stopped.clone());
     let speaker = spawn("hints-out", Box::new(move || speak(&db, me, &inbox, &on)))?;
     let (db, on, cores) = (database.clone(), stopped.clone(), peers.clone());
@@ -127,11 +129,14 @@ fn speak(
         }
         let mut payloads = Vec::new();
         for (queue, partitions) in gathered {
-            let all: Vec<_> = partitions.into_iter().map(|(id, (name, n))| (id, name.to_string(), n)).collect();
+            let all: Vec<_> =
+                partitions.into_iter().map(|(id, (name, n))| (id, name.to_string(), n)).collect();
             // Names are at most 255 bytes, at most six times that as JSON.
             for few in all.chunks(4) {
                 let hint = Hint { b: me, q: queue.to_string(), p: few.to_vec() };
-                payloads.extend(serde_json::to_string(&hint).ok().filter(|text| text.len() <= hint::MAX_PAYLOAD_BYTES));
+                payloads.extend(
+                    serde_json::to_string(&hint).ok().filter(|text| text.len() <= hint::MAX_PAYLOAD_BYTES),
+                );
             }
         }
         if let Err(error) = conn.call(|conn| hint::notify(conn, &payloads)) {
@@ -161,7 +166,11 @@ fn listen(database: &Database, me: Uuid, cores: &[Sender<Message>], stopped: &Re
                         .filter(|hint| hint.b != me)
                         .map(|hint| Mark {
                             queue: hint.q.into(),
-                            partitions: hint.p.into_iter().map(|(id, name, n)| (id, name.into(), n)).collect(),
+                            partitions: hint
+                                .p
+                                .into_iter()
+                                .map(|(id, name, n)| (id, name.into(), n))
+                                .collect(),
                         })
                         .collect();
                     if !marks.is_empty() {
@@ -213,7 +222,12 @@ fn keep(
 }
 
 /// Finds recently written partitions with work for groups that are open here.
-fn look(conn: &mut Lazy<'_>, cores: &[Sender<Message>], registry: &Registry, since: Duration) -> Result<(), StoreError> {
+fn look(
+    conn: &mut Lazy<'_>,
+    cores: &[Sender<Message>],
+    registry: &Registry,
+    since: Duration,
+) -> Result<(), StoreError> {
     let open: Vec<(GroupKey, Uuid)> = registry.open_groups();
     if open.is_empty() {
         return Ok(());

@@ -53,7 +53,10 @@ impl Link {
 
     /// Runs a call. After a pause the connection is first looked at, so that a
     /// server that went away while nothing was asked of it costs no request.
-    pub fn call<T>(&mut self, call: impl FnOnce(&mut Conn) -> Result<T, StoreError>) -> Result<T, StoreError> {
+    pub fn call<T>(
+        &mut self,
+        call: impl FnOnce(&mut Conn) -> Result<T, StoreError>,
+    ) -> Result<T, StoreError> {
         let Some(conn) = &mut self.conn else {
             return Err(StoreError::Unavailable(self.error.clone()));
         };
@@ -114,7 +117,8 @@ impl Link {
 
 /// A server that refuses writes is of no use to a core; it is asked again until it takes them.
 fn writable(mut conn: Conn) -> Result<Conn, StoreError> {
-    let rows = conn.query("SELECT current_setting('transaction_read_only') = 'on' OR pg_is_in_recovery()", &[])?;
+    let rows =
+        conn.query("SELECT current_setting('transaction_read_only') = 'on' OR pg_is_in_recovery()", &[])?;
     if rows.first().is_some_and(|row| row.get(0)) {
         return Err(StoreError::Unavailable("the database is read-only".to_owned()));
     }

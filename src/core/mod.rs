@@ -98,13 +98,16 @@ pub struct Cores {
 impl Cores {
     /// Connects, and starts `cores` core threads and their helpers.
     pub fn start(database: &Database, cores: usize) -> Result<Self, StoreError> {
-        let thread = |error: std::io::Error| StoreError::Unavailable(format!("cannot start a thread: {error}"));
+        let thread =
+            |error: std::io::Error| StoreError::Unavailable(format!("cannot start a thread: {error}"));
         let (peers, inboxes): (Vec<_>, Vec<_>) = (0..cores).map(|_| unbounded()).unzip();
         let peers: Arc<[Sender<Message>]> = peers.into();
         let (registry, metrics) = (Arc::new(Registry::default()), Arc::new(Metrics::default()));
         let (own, _) = Admin::start(database, "admin", ADMIN_THREADS, peers.clone()).map_err(thread)?;
-        let (admin, _) = Admin::start(database, "http-admin", HTTP_ADMIN_THREADS, peers.clone()).map_err(thread)?;
-        let (hints, stop, mut threads) = hints::start(database, peers.clone(), registry.clone()).map_err(thread)?;
+        let (admin, _) =
+            Admin::start(database, "http-admin", HTTP_ADMIN_THREADS, peers.clone()).map_err(thread)?;
+        let (hints, stop, mut threads) =
+            hints::start(database, peers.clone(), registry.clone()).map_err(thread)?;
         for (index, inbox) in inboxes.into_iter().enumerate() {
             let name = format!("core-{index}");
             let conn = database.connect(&name)?;
@@ -145,7 +148,8 @@ impl Cores {
                 owner_of_group(queue, &request.group, self.peers.len())
             }
             PopTarget::Discovery { namespace, task } => {
-                let key = format!("{}\0{}", namespace.as_deref().unwrap_or(""), task.as_deref().unwrap_or(""));
+                let key =
+                    format!("{}\0{}", namespace.as_deref().unwrap_or(""), task.as_deref().unwrap_or(""));
                 owner_of_group(&key, &request.group, self.peers.len())
             }
         };
@@ -159,7 +163,10 @@ impl Cores {
     pub fn ack(&self, request: AckRequest, reply: ReplyHandle) {
         let core = match request.items.iter().find_map(|item| item.lease_id) {
             Some(lease) => leases::core_of(lease) % self.peers.len(),
-            None => request.items.first().map_or(0, |item| item.partition_id.as_u128() as usize % self.peers.len()),
+            None => request
+                .items
+                .first()
+                .map_or(0, |item| item.partition_id.as_u128() as usize % self.peers.len()),
         };
         self.send(core, Message::Ack(Box::new(AckJob { request, reply, arrived: Instant::now() })));
     }
@@ -179,7 +186,9 @@ impl Cores {
 
     /// Answers what waits and ends the threads.
     pub fn stop(&self) {
-        let Some((stop, threads)) = self.stop.lock().expect("no panic while it is held").take() else { return };
+        let Some((stop, threads)) = self.stop.lock().expect("no panic while it is held").take() else {
+            return;
+        };
         drop(stop);
         self.tell(|| Message::Stop);
         for thread in threads {

@@ -116,7 +116,12 @@ impl Engine {
     pub(super) fn visit(&mut self, mut visit: Box<Visit>) {
         let Some(queue) = visit.route.pop() else { return };
         let key = (queue, visit.key.group.clone());
-        self.visiting.push(Attempt { key, lease: visit.lease, pop: Popper::Visiting(visit), candidates: Vec::new() });
+        self.visiting.push(Attempt {
+            key,
+            lease: visit.lease,
+            pop: Popper::Visiting(visit),
+            candidates: Vec::new(),
+        });
     }
 
     /// Serves waiting pops from the groups that may have something for them.
@@ -149,7 +154,8 @@ impl Engine {
         if more {
             return group.phase == Phase::Opening && group.targeted_ready.is_empty();
         }
-        let looking = group.phase == Phase::Opening || (group.phase == Phase::Open && group.pages == Pages::Loading);
+        let looking =
+            group.phase == Phase::Opening || (group.phase == Phase::Open && group.pages == Pages::Loading);
         let mut kept = Vec::new();
         for seq in std::mem::take(&mut group.impatient) {
             let wildcard = group.wildcard.contains(&seq);
@@ -179,7 +185,9 @@ impl Engine {
             let taken = match group_mut(&mut self.groups, &key) {
                 Some(group) if group.phase == Phase::Open => {
                     group.used_at = self.now;
-                    let taken = group.ring.take((visit.partitions_left as usize).min(MAX_CANDIDATES), u64::from(visit.left));
+                    let taken = group
+                        .ring
+                        .take((visit.partitions_left as usize).min(MAX_CANDIDATES), u64::from(visit.left));
                     if taken.is_empty() && visit.job.request.wait.is_some() {
                         group.watch(visit.home, &visit.key);
                     }
@@ -247,7 +255,8 @@ impl Engine {
             }
             let waiting: Vec<u64> = group.wildcard.iter().copied().collect();
             for seq in waiting {
-                if attempts.len() >= MAX_POPS || candidates >= MAX_CALL_CANDIDATES || !group.ring.has_ready() {
+                if attempts.len() >= MAX_POPS || candidates >= MAX_CALL_CANDIDATES || !group.ring.has_ready()
+                {
                     break;
                 }
                 if group.should_fill(seq, now) {
@@ -320,8 +329,11 @@ impl Engine {
                 Err(error) if error.is_connection() => group.targeted_ready.push(name),
                 Err(error) => {
                     let reply = Reply::from(&store_error(&error));
-                    let waiting: Vec<u64> =
-                        group.targeted.get(&name).map(|t| t.waiting.iter().copied().collect()).unwrap_or_default();
+                    let waiting: Vec<u64> = group
+                        .targeted
+                        .get(&name)
+                        .map(|t| t.waiting.iter().copied().collect())
+                        .unwrap_or_default();
                     for job in waiting.into_iter().filter_map(|seq| group.unpark(seq)) {
                         job.reply.send(reply.clone());
                     }
@@ -374,7 +386,15 @@ impl Engine {
                 }
                 let until = |ms: i64| now_ms + ms.max(0) as u64 + 1;
                 let verdict = match verdict {
-                    ClaimVerdict::Took { partition, first, end, attempt: nth, lease_ms, remaining, segments } => {
+                    ClaimVerdict::Took {
+                        partition,
+                        first,
+                        end,
+                        attempt: nth,
+                        lease_ms,
+                        remaining,
+                        segments,
+                    } => {
                         deliveries.push(Delivery {
                             queue: attempt.key.0.to_string(),
                             partition,
@@ -400,7 +420,8 @@ impl Engine {
                     ClaimVerdict::Busy => Verdict::Leased { until: now_ms + BUSY_MS },
                     ClaimVerdict::New => {
                         let job = attempt.pop.job();
-                        let start = if job.partition_was_missing { StartAt::Oldest } else { job.request.start };
+                        let start =
+                            if job.partition_was_missing { StartAt::Oldest } else { job.request.start };
                         unseeded.push((*candidate, attempt.key.1.clone(), start));
                         Verdict::NotReached
                     }
@@ -429,7 +450,8 @@ impl Engine {
         let partitions: Vec<Uuid> = unseeded.iter().map(|u| u.0).collect();
         let groups: Vec<&str> = unseeded.iter().map(|u| &*u.1).collect();
         let (modes, times): (Vec<_>, Vec<_>) = unseeded.iter().map(|u| start_mode(u.2)).unzip();
-        if let Err(error) = self.call(|conn| claim::seed_cursors(conn, &partitions, &groups, &modes, &times)) {
+        if let Err(error) = self.call(|conn| claim::seed_cursors(conn, &partitions, &groups, &modes, &times))
+        {
             tracing::warn!(%error, "cannot make cursors");
         }
     }
@@ -470,7 +492,10 @@ impl Engine {
                     PopTarget::Partition(_, name) => Some(name.clone()),
                     _ => None,
                 };
-                let spans = deliveries.iter().zip(spans).map(|(d, (first, ms))| (key.0.clone(), d.partition_id, first, ms));
+                let spans = deliveries
+                    .iter()
+                    .zip(spans)
+                    .map(|(d, (first, ms))| (key.0.clone(), d.partition_id, first, ms));
                 let spans: Vec<_> = spans.collect();
                 let leased = (!job.request.auto_ack).then_some(lease);
                 self.deliver(job, leased, &deliveries, spans);
@@ -517,7 +542,11 @@ impl Engine {
             Ok(answer) => answer,
             Err(error) => {
                 tracing::error!(partition = %deliveries[0].partition_id, %error, "cannot deliver");
-                let error = ApiError { status: 500, code: "corrupt", message: format!("{error}; the claim stays leased until it expires") };
+                let error = ApiError {
+                    status: 500,
+                    code: "corrupt",
+                    message: format!("{error}; the claim stays leased until it expires"),
+                };
                 job.reply.send(Reply::from(&error));
                 return;
             }

@@ -114,7 +114,9 @@ impl Engine {
                 Err((jobs, error)) => return self.push_failed(jobs, &error),
             }
         }
-        let error = ApiError::unavailable("too much is changing in these queues, nothing was stored; repeat the call");
+        let error = ApiError::unavailable(
+            "too much is changing in these queues, nothing was stored; repeat the call",
+        );
         for job in jobs {
             job.reply.send(Reply::from(&error));
         }
@@ -148,7 +150,9 @@ impl Engine {
         let mut missing: Vec<(&str, &str)> = Vec::new();
         let mut seen = HashSet::new();
         for lane in jobs.iter().flat_map(|job| &job.request.lanes) {
-            if self.lanes.get(&lane.queue, &lane.partition).is_none() && seen.insert((&*lane.queue, &*lane.partition)) {
+            if self.lanes.get(&lane.queue, &lane.partition).is_none()
+                && seen.insert((&*lane.queue, &*lane.partition))
+            {
                 missing.push((&lane.queue, &lane.partition));
             }
         }
@@ -190,15 +194,21 @@ impl Engine {
         // Few messages are compared by SQL, which then hands over their hashes.
         if window_seconds > 0 && found.next_offset > GAP_MESSAGES {
             let id = found.partition_id;
-            let loaded =
-                self.call(|conn| crate::store::push::load_hashes(conn, id, 0, window_seconds, INLINE_SEGMENTS));
+            let loaded = self
+                .call(|conn| crate::store::push::load_hashes(conn, id, 0, window_seconds, INLINE_SEGMENTS));
             match loaded {
                 Ok(Some((next, runs))) if (runs.len() as i64) < INLINE_SEGMENTS => {
                     lane.dedup = Some(remember(window_seconds, next, &runs));
                 }
                 _ => {
                     lane.loading = true;
-                    self.admin.load_hashes(self.index, queue.to_owned(), partition.to_owned(), id, window_seconds);
+                    self.admin.load_hashes(
+                        self.index,
+                        queue.to_owned(),
+                        partition.to_owned(),
+                        id,
+                        window_seconds,
+                    );
                 }
             }
         }
@@ -208,11 +218,9 @@ impl Engine {
     fn hold_for_hashes(&mut self, jobs: Vec<Box<PushJob>>) -> Vec<Box<PushJob>> {
         let mut ready = Vec::with_capacity(jobs.len());
         for job in jobs {
-            let loading = job
-                .request
-                .lanes
-                .iter()
-                .position(|lane| self.lanes.get(&lane.queue, &lane.partition).is_some_and(|known| known.loading));
+            let loading = job.request.lanes.iter().position(|lane| {
+                self.lanes.get(&lane.queue, &lane.partition).is_some_and(|known| known.loading)
+            });
             let Some(at) = loading else {
                 ready.push(job);
                 continue;
@@ -261,7 +269,8 @@ impl Engine {
 
     /// Says for every message whether it is new, and sorts the new ones by partition.
     fn plan(&self, jobs: &[Box<PushJob>], judged: &Judged) -> Plan {
-        let mut plan = Plan { parts: BTreeMap::new(), fates: Vec::with_capacity(jobs.len()), suspects: Vec::new() };
+        let mut plan =
+            Plan { parts: BTreeMap::new(), fates: Vec::with_capacity(jobs.len()), suspects: Vec::new() };
         let mut seen: HashMap<(Uuid, usize, u128), Place> = HashMap::new();
         let single = jobs.len() == 1 && jobs[0].request.items == 1;
         for (j, job) in jobs.iter().enumerate() {
@@ -278,7 +287,9 @@ impl Engine {
                     let mut fate = Fate::New;
                     if !single {
                         match seen.entry((lane.partition, scope, entry.hash)) {
-                            std::collections::hash_map::Entry::Occupied(first) => fate = Fate::Repeat(*first.get()),
+                            std::collections::hash_map::Entry::Occupied(first) => {
+                                fate = Fate::Repeat(*first.get())
+                            }
                             std::collections::hash_map::Entry::Vacant(slot) => {
                                 slot.insert(place);
                             }
@@ -347,8 +358,12 @@ impl Engine {
         if plan.parts.is_empty() {
             return Ok(Vec::new());
         }
-        let runs: Vec<Run<'_>> =
-            plan.parts.values().enumerate().flat_map(|(index, part)| segments_of(index, part, jobs)).collect();
+        let runs: Vec<Run<'_>> = plan
+            .parts
+            .values()
+            .enumerate()
+            .flat_map(|(index, part)| segments_of(index, part, jobs))
+            .collect();
         let mut append = Append {
             ids: plan.parts.keys().copied().collect(),
             known: plan.parts.values().map(|part| part.known).collect(),
@@ -424,11 +439,9 @@ impl Engine {
         let now = Instant::now();
         let mut again = Vec::new();
         for job in jobs {
-            let blocked = job
-                .request
-                .lanes
-                .iter()
-                .find(|l| self.lanes.get(&l.queue, &l.partition).is_some_and(|lane| busy.contains(&lane.partition)));
+            let blocked = job.request.lanes.iter().find(|l| {
+                self.lanes.get(&l.queue, &l.partition).is_some_and(|lane| busy.contains(&lane.partition))
+            });
             match blocked {
                 None => again.push(job),
                 Some(_) if now - job.arrived < BUSY_LIMIT => self.busy_pushes.push((now + BUSY_RETRY, job)),
@@ -453,14 +466,20 @@ impl Engine {
         for (index, verdict) in verdicts {
             let AppendVerdict::Stored { base_offset, created, gap } = verdict else { continue };
             let (id, part) = parts[index];
-            if let Some(dedup) = self.lanes.get_mut(&part.queue, &part.name).and_then(|lane| lane.dedup.as_mut()) {
+            if let Some(dedup) =
+                self.lanes.get_mut(&part.queue, &part.name).and_then(|lane| lane.dedup.as_mut())
+            {
                 if let Some(gap) = gap {
                     dedup.insert(dedup.known(), segment::hashes_of(&gap), created.0);
                 }
                 let hashes = part.items.iter().map(|(j, l, e)| jobs[*j].request.lanes[*l].entries[*e].hash);
                 dedup.insert(base_offset, hashes, created.0);
             }
-            marks.entry(part.queue.clone()).or_default().push((*id, part.name.clone(), part.items.len() as u64));
+            marks.entry(part.queue.clone()).or_default().push((
+                *id,
+                part.name.clone(),
+                part.items.len() as u64,
+            ));
         }
         if !marks.is_empty() {
             self.hints.marked(&marks);
@@ -527,7 +546,8 @@ fn segments_of<'a>(index: usize, part: &Part, jobs: &'a [Box<PushJob>]) -> Vec<R
         let frame = &lane.frames[entry.frame.clone()];
         match runs.last_mut() {
             Some(run)
-                if run.frames.len() + frame.len() <= SEGMENT_BYTES && run.hashes.len() / 16 < SEGMENT_MESSAGES =>
+                if run.frames.len() + frame.len() <= SEGMENT_BYTES
+                    && run.hashes.len() / 16 < SEGMENT_MESSAGES =>
             {
                 run.frames.to_mut().extend_from_slice(frame);
                 run.hashes.extend_from_slice(&entry.hash.to_be_bytes());

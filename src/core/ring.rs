@@ -128,7 +128,9 @@ impl Ring {
         entry.dirty = true;
         match entry.state {
             State::Ready { .. } => self.ready_messages += entry.messages - before,
-            State::Waiting { early_at: Some(enough), .. } if entry.messages >= enough => self.make_ready(id, None),
+            State::Waiting { early_at: Some(enough), .. } if entry.messages >= enough => {
+                self.make_ready(id, None)
+            }
             _ => {}
         }
     }
@@ -460,11 +462,15 @@ mod tests {
             let sum: u64 = ready.iter().map(|id| self.ring.entries[id].messages).sum();
             assert_eq!(self.ring.ready_messages, sum);
             let in_lists = self.ring.ready.len() + self.ring.waiting.len();
-            let flying = self.ring.entries.values().filter(|e| matches!(e.state, State::InFlight { .. })).count();
+            let flying =
+                self.ring.entries.values().filter(|e| matches!(e.state, State::InFlight { .. })).count();
             assert_eq!(in_lists + flying, self.ring.entries.len());
             if self.news.is_empty() {
                 for (n, lane) in self.lanes.iter().enumerate() {
-                    assert!(lane.pushed == lane.committed || self.ring.contains(id(n)), "lane {n} has work and is unseen");
+                    assert!(
+                        lane.pushed == lane.committed || self.ring.contains(id(n)),
+                        "lane {n} has work and is unseen"
+                    );
                 }
             }
         }

@@ -51,7 +51,8 @@ pub fn handle(app: &Arc<App>, route: Route, _query: &str, body: Vec<u8>, reply: 
         Route::Prometheus => drop(reply.send(prometheus(app))),
         Route::Health => with_database(app, reply, |_, conn| {
             conn.query("SELECT 1", &[])?;
-            let body = json!({"status": "healthy", "database": "connected", "version": env!("CARGO_PKG_VERSION")});
+            let body =
+                json!({"status": "healthy", "database": "connected", "version": env!("CARGO_PKG_VERSION")});
             Ok(Ok(Reply::json(200, body.to_string())))
         }),
         Route::Configure => with_database(app, reply, move |app, conn| configure(app, conn, &body)),
@@ -98,7 +99,8 @@ fn configure(app: &App, conn: &mut Conn, body: &[u8]) -> Outcome {
     let current = queue::find(conn, &request.queue)?;
     let options = request.apply(&current.as_ref().map_or_else(QueueOptions::default, |q| q.options.clone()));
     let (from_name, task_of_name) = namespace_and_task_of(&request.queue);
-    let namespace = request.namespace.as_deref().or(current.as_ref().map(|q| q.namespace.as_str())).unwrap_or(from_name);
+    let namespace =
+        request.namespace.as_deref().or(current.as_ref().map(|q| q.namespace.as_str())).unwrap_or(from_name);
     let task = request.task.as_deref().or(current.as_ref().map(|q| q.task.as_str())).unwrap_or(task_of_name);
     let id = queue::save(conn, &request.queue, namespace, task, &options)?;
     app.cores.tell(|| Message::CatalogChanged);
@@ -131,7 +133,12 @@ fn prometheus(app: &App) -> Reply {
     let mut text = app.cores.metrics.text();
     text.push_str("# HELP waspmq_connections Connections open.\n# TYPE waspmq_connections gauge\n");
     text.push_str(&format!("waspmq_connections {}\n", (app.connections)()));
-    Reply { status: 200, content_type: "text/plain; version=0.0.4", headers: Vec::new(), body: text.into_bytes() }
+    Reply {
+        status: 200,
+        content_type: "text/plain; version=0.0.4",
+        headers: Vec::new(),
+        body: text.into_bytes(),
+    }
 }
 
 /// Resident memory, from /proc; 0 where there is none.

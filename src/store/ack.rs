@@ -114,8 +114,23 @@ pub fn ack(conn: &mut Conn, a: &Ack<'_>) -> Result<Vec<AckVerdict>, StoreError> 
         "SELECT verdict, queue_name, before, after, span_end, released, signal_offset, action, pending
          FROM ack($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17)",
         &[
-            &a.partition, &a.group, &a.lease, &a.item, &a.offset, &a.status, &x_item, &x_offset, &x_id, &x_message,
-            &x_transaction, &x_hash, &x_trace, &x_sub, &x_payload, &x_error, &x_created,
+            &a.partition,
+            &a.group,
+            &a.lease,
+            &a.item,
+            &a.offset,
+            &a.status,
+            &x_item,
+            &x_offset,
+            &x_id,
+            &x_message,
+            &x_transaction,
+            &x_hash,
+            &x_trace,
+            &x_sub,
+            &x_payload,
+            &x_error,
+            &x_created,
         ],
     )?;
     Ok(rows

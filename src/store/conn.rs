@@ -50,7 +50,9 @@ impl StoreError {
         match error.as_db_error() {
             // Termination by an administrator, a crash or a shutdown: FATAL, and
             // the commit may just have happened.
-            Some(db) if db.code().code().starts_with("57P") => StoreError::OutcomeUnknown(db.message().to_owned()),
+            Some(db) if db.code().code().starts_with("57P") => {
+                StoreError::OutcomeUnknown(db.message().to_owned())
+            }
             Some(db) => {
                 StoreError::Statement { code: db.code().code().to_owned(), message: db.message().to_owned() }
             }
@@ -205,7 +207,8 @@ impl Conn {
     /// trip: a server that went away while the connection was idle left an end
     /// of file, or a last message, on it.
     pub fn looks_alive(&mut self) -> bool {
-        !self.client.is_closed() && (!self.guard.has_input() || self.run(|client| client.simple_query("")).is_ok())
+        !self.client.is_closed()
+            && (!self.guard.has_input() || self.run(|client| client.simple_query("")).is_ok())
     }
 
     /// The client, for the few callers that need more than a query. Not watched: use [`Conn::run`] for calls.
@@ -250,12 +253,7 @@ impl Guard {
         let mut byte = 0u8;
         // SAFETY: the descriptor is open (owned by `self`), the buffer is one byte long.
         let read = unsafe {
-            libc::recv(
-                socket.as_raw_fd(),
-                (&raw mut byte).cast(),
-                1,
-                libc::MSG_PEEK | libc::MSG_DONTWAIT,
-            )
+            libc::recv(socket.as_raw_fd(), (&raw mut byte).cast(), 1, libc::MSG_PEEK | libc::MSG_DONTWAIT)
         };
         read >= 0 || std::io::Error::last_os_error().kind() != std::io::ErrorKind::WouldBlock
     }
@@ -350,7 +348,9 @@ fn connect_watched(config: &postgres::Config, call_timeout: Duration) -> Result<
     let client = connected.map_err(|error| StoreError::from_connect(&error))?;
     let socket = database_sockets(&ports).difference(&known).next().and_then(|fd| duplicate(*fd));
     if socket.is_none() {
-        tracing::warn!("cannot find the socket of a database connection: its calls have no time limit on this side");
+        tracing::warn!(
+            "cannot find the socket of a database connection: its calls have no time limit on this side"
+        );
     }
     let guard = Arc::new(Guard { socket, deadline: AtomicU64::new(0) });
     WATCHDOG.guards.lock().expect("no panic while the lock is held").push(Arc::downgrade(&guard));
@@ -386,7 +386,11 @@ fn peer_is_database(fd: RawFd, ports: &[u16]) -> bool {
     // SAFETY: the descriptor is only asked for its peer; it may be closed meanwhile, which is an error.
     let peer = unsafe {
         socket2::SockAddr::try_init(|storage, len| {
-            if libc::getpeername(fd, storage.cast(), len) == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+            if libc::getpeername(fd, storage.cast(), len) == 0 {
+                Ok(())
+            } else {
+                Err(std::io::Error::last_os_error())
+            }
         })
     };
     let Ok(((), peer)) = peer else { return false };

@@ -43,7 +43,8 @@ impl Embedded {
     /// Starts it in `folder`, which is made on first use. Fails, with the reason and
     /// what to do, when there is no PostgreSQL or another broker has the folder.
     pub fn start(folder: &Path) -> Result<Self, String> {
-        let say = |what: &str, error: std::io::Error| format!("{what} {}: {error} (--data)", folder.display());
+        let say =
+            |what: &str, error: std::io::Error| format!("{what} {}: {error} (--data)", folder.display());
         fs::create_dir_all(folder).map_err(|error| say("cannot make", error))?;
         let folder = folder.canonicalize().map_err(|error| say("cannot open", error))?;
         let lock = lock(&folder)?;
@@ -57,7 +58,8 @@ impl Embedded {
         } else {
             let name = xxhash_rust::xxh3::xxh3_64(folder.as_os_str().as_encoded_bytes());
             let short = std::env::temp_dir().join(format!("waspmq-{name:016x}"));
-            fs::create_dir_all(&short).map_err(|error| format!("cannot make {}: {error}", short.display()))?;
+            fs::create_dir_all(&short)
+                .map_err(|error| format!("cannot make {}: {error}", short.display()))?;
             short
         };
         let shared = Arc::new(Shared {
@@ -145,7 +147,8 @@ impl Shared {
         if !made.status.success() {
             return Err(format!("initdb failed: {}", String::from_utf8_lossy(&made.stderr).trim()));
         }
-        fs::rename(&making, &self.data).map_err(|error| format!("cannot rename {}: {error}", making.display()))
+        fs::rename(&making, &self.data)
+            .map_err(|error| format!("cannot rename {}: {error}", making.display()))
     }
 
     /// A service user must be able to walk to the folder.
@@ -173,7 +176,8 @@ impl Shared {
         };
         let is_ours = || {
             fs::read_link(format!("/proc/{pid}/cwd")).is_ok_and(|cwd| cwd == self.data)
-                && fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name.starts_with("postgres"))
+                && fs::read_to_string(format!("/proc/{pid}/comm"))
+                    .is_ok_and(|name| name.starts_with("postgres"))
         };
         if !is_ours() {
             return Ok(());
@@ -226,12 +230,18 @@ impl Shared {
             });
         }
         let err = log.try_clone().map_err(|error| error.to_string())?;
-        let mut child =
-            command.stdout(log).stderr(err).spawn().map_err(|error| format!("cannot run postgres: {error}"))?;
+        let mut child = command
+            .stdout(log)
+            .stderr(err)
+            .spawn()
+            .map_err(|error| format!("cannot run postgres: {error}"))?;
         let until = Instant::now() + START_LIMIT;
         loop {
             if let Ok(Some(status)) = child.try_wait() {
-                return Err(format!("PostgreSQL ended at once ({status}); see {}", self.data.with_extension("log").display()));
+                return Err(format!(
+                    "PostgreSQL ended at once ({status}); see {}",
+                    self.data.with_extension("log").display()
+                ));
             }
             // As root we may use a socket that only its owner may: root may everything.
             if self.config().connect(postgres::NoTls).is_ok() {
@@ -239,7 +249,10 @@ impl Shared {
             }
             if Instant::now() > until {
                 let _ = child.kill();
-                return Err(format!("PostgreSQL takes no connections; see {}", self.data.with_extension("log").display()));
+                return Err(format!(
+                    "PostgreSQL takes no connections; see {}",
+                    self.data.with_extension("log").display()
+                ));
             }
             std::thread::sleep(Duration::from_millis(20));
         }
@@ -322,12 +335,16 @@ fn find_programs() -> Result<PathBuf, String> {
 
 /// The user that PostgreSQL runs as when the broker is root.
 fn service_user() -> Result<(u32, u32), String> {
-    let users = fs::read_to_string("/etc/passwd").map_err(|error| format!("cannot read /etc/passwd: {error}"))?;
+    let users =
+        fs::read_to_string("/etc/passwd").map_err(|error| format!("cannot read /etc/passwd: {error}"))?;
     let of = |name: &str| {
         users.lines().find_map(|line| {
             let fields: Vec<&str> = line.split(':').collect();
-            (fields.first() == Some(&name)).then(|| Some((fields.get(2)?.parse().ok()?, fields.get(3)?.parse().ok()?)))?
+            (fields.first() == Some(&name))
+                .then(|| Some((fields.get(2)?.parse().ok()?, fields.get(3)?.parse().ok()?)))?
         })
     };
-    of("postgres").or_else(|| of("nobody")).ok_or_else(|| "there is no user postgres to run PostgreSQL as".to_owned())
+    of("postgres")
+        .or_else(|| of("nobody"))
+        .ok_or_else(|| "there is no user postgres to run PostgreSQL as".to_owned())
 }

@@ -45,10 +45,7 @@ impl QueueInfo {
 
 /// Finds a queue.
 pub fn find_queue(conn: &mut Conn, name: &str) -> Result<Option<QueueInfo>, StoreError> {
-    let rows = conn.query(
-        concat!("SELECT ", info_columns!(), " FROM queue WHERE name = $1"),
-        &[&name],
-    )?;
+    let rows = conn.query(concat!("SELECT ", info_columns!(), " FROM queue WHERE name = $1"), &[&name])?;
     Ok(rows.first().map(QueueInfo::from_row))
 }
 
@@ -91,10 +88,7 @@ pub fn matching_queues(
 
 /// The options of queues by id, to follow changes made elsewhere; deleted ones are missing.
 pub fn queues_by_id(conn: &mut Conn, ids: &[Uuid]) -> Result<Vec<QueueInfo>, StoreError> {
-    let rows = conn.query(
-        concat!("SELECT ", info_columns!(), " FROM queue WHERE id = ANY ($1)"),
-        &[&ids],
-    )?;
+    let rows = conn.query(concat!("SELECT ", info_columns!(), " FROM queue WHERE id = ANY ($1)"), &[&ids])?;
     Ok(rows.iter().map(QueueInfo::from_row).collect())
 }
 
@@ -115,12 +109,9 @@ pub fn subscribe(
 }
 
 /// The id of a partition.
-pub fn find_partition(
-    conn: &mut Conn,
-    queue: Uuid,
-    partition: &str,
-) -> Result<Option<Uuid>, StoreError> {
-    let rows = conn.query("SELECT id FROM partition WHERE queue_id = $1 AND name = $2", &[&queue, &partition])?;
+pub fn find_partition(conn: &mut Conn, queue: Uuid, partition: &str) -> Result<Option<Uuid>, StoreError> {
+    let rows =
+        conn.query("SELECT id FROM partition WHERE queue_id = $1 AND name = $2", &[&queue, &partition])?;
     Ok(rows.first().map(|row| row.get(0)))
 }
 

@@ -132,10 +132,9 @@ pub fn append(conn: &mut Conn, a: &Append<'_>) -> Result<Vec<(usize, AppendVerdi
                 }
                 "gone" => AppendVerdict::Gone,
                 "stale" => AppendVerdict::Stale,
-                "duplicate" => AppendVerdict::Duplicate {
-                    message: row.get::<_, i32>(4) as usize,
-                    original: row.get(2),
-                },
+                "duplicate" => {
+                    AppendVerdict::Duplicate { message: row.get::<_, i32>(4) as usize, original: row.get(2) }
+                }
                 "held" => AppendVerdict::Held,
                 _ => AppendVerdict::Busy,
             };

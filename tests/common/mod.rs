@@ -9,7 +9,8 @@ use serde_json::{Value, json};
 
 /// A superuser's connection string; `script/test` sets it.
 pub fn server() -> String {
-    std::env::var("WASPMQ_TEST_DATABASE").expect("WASPMQ_TEST_DATABASE names a PostgreSQL; script/test starts one")
+    std::env::var("WASPMQ_TEST_DATABASE")
+        .expect("WASPMQ_TEST_DATABASE names a PostgreSQL; script/test starts one")
 }
 
 pub struct Broker {
@@ -22,7 +23,8 @@ pub struct Broker {
 /// A new, empty database: its connection string.
 pub fn new_database() -> String {
     let name = format!("t_{}", uuid::Uuid::now_v7().simple());
-    let mut client = postgres::Client::connect(&server(), postgres::NoTls).expect("the test server takes connections");
+    let mut client =
+        postgres::Client::connect(&server(), postgres::NoTls).expect("the test server takes connections");
     client.batch_execute(&format!("CREATE DATABASE {name}")).expect("a superuser may make databases");
     format!("{} dbname={name}", server())
 }
@@ -48,7 +50,9 @@ impl Broker {
             .spawn()
             .expect("the binary runs");
         let mut line = String::new();
-        BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line).expect("it says that it is ready");
+        BufReader::new(child.stdout.take().expect("piped"))
+            .read_line(&mut line)
+            .expect("it says that it is ready");
         let url = line.split_whitespace().find(|word| word.starts_with("http://"));
         let url = url.unwrap_or_else(|| panic!("no address in: {line}")).trim_end_matches(',').to_owned();
         Self { child, url, database: database.to_owned(), owns: false }
@@ -137,7 +141,14 @@ pub fn call(url: &str, method: &str, body: Option<&Value>) -> (u16, Value) {
     let text = answer.body_mut().with_config().limit(1 << 30).read_to_string().expect("text");
     let status = answer.status().as_u16();
     assert!(status != 204 || text.is_empty(), "a 204 has no body");
-    (status, if text.is_empty() { Value::Null } else { serde_json::from_str(&text).unwrap_or(Value::String(text)) })
+    (
+        status,
+        if text.is_empty() {
+            Value::Null
+        } else {
+            serde_json::from_str(&text).unwrap_or(Value::String(text))
+        },
+    )
 }
 
 pub fn data(messages: &[Value]) -> Vec<Value> {

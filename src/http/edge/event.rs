@@ -20,8 +20,8 @@ use mio::net::{TcpListener, TcpStream};
 use mio::{Events, Interest, Poll, Token, Waker};
 
 use super::{
-    Delivery, Edge, EdgeLimits, Handler, IDLE_TIMEOUT_SECONDS, MAX_HEAD_BYTES, Method, READ_TIMEOUT_SECONDS, Reply,
-    ReplyHandle, ReplySink, Request,
+    Delivery, Edge, EdgeLimits, Handler, IDLE_TIMEOUT_SECONDS, MAX_HEAD_BYTES, Method, READ_TIMEOUT_SECONDS,
+    Reply, ReplyHandle, ReplySink, Request,
 };
 
 const WAKER: Token = Token(usize::MAX);
@@ -108,7 +108,11 @@ pub struct EventEdge {
 
 impl EventEdge {
     /// Serves a bound listener.
-    pub fn start(listener: std::net::TcpListener, limits: EdgeLimits, handler: Handler) -> std::io::Result<Self> {
+    pub fn start(
+        listener: std::net::TcpListener,
+        limits: EdgeLimits,
+        handler: Handler,
+    ) -> std::io::Result<Self> {
         let address = listener.local_addr()?;
         listener.set_nonblocking(true)?;
         let mut listener = Some(TcpListener::from_std(listener));
@@ -264,7 +268,8 @@ impl Io {
         self.accept_at = None;
         let idle: Vec<usize> = self.conns.iter().filter(|(_, c)| !c.mid_request).map(|(id, _)| *id).collect();
         for id in idle {
-            let answering = self.conns.get(&id).is_some_and(|conn| conn.shared.lock().phase == Phase::Answering);
+            let answering =
+                self.conns.get(&id).is_some_and(|conn| conn.shared.lock().phase == Phase::Answering);
             if !answering {
                 self.close(id);
             }
@@ -291,7 +296,9 @@ impl Io {
                     }
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return,
-                Err(error) if error.kind() == ErrorKind::Interrupted || error.kind() == ErrorKind::ConnectionAborted => {}
+                Err(error)
+                    if error.kind() == ErrorKind::Interrupted
+                        || error.kind() == ErrorKind::ConnectionAborted => {}
                 Err(error) => {
                     // Out of descriptors: those that wait are accepted when some are free again.
                     tracing::warn!(%error, "cannot accept a connection");
@@ -373,7 +380,9 @@ impl Io {
                         conn.input.extend_from_slice(&self.buffer[..n]);
                     }
                     total += n;
-                    if conn.input.len() > max_input || total > 4 * 1024 * 1024 && outlet.phase == Phase::Reading {
+                    if conn.input.len() > max_input
+                        || total > 4 * 1024 * 1024 && outlet.phase == Phase::Reading
+                    {
                         // Parsed in between, so that a body that is too long is noticed.
                         drop(outlet);
                         self.parse(id);
@@ -389,7 +398,8 @@ impl Io {
             }
         }
         let phase = outlet.phase;
-        outlet.unread |= phase == Phase::Answering && (total > 0 || conn.input.len() >= READ_BYTES || conn.end_of_input);
+        outlet.unread |=
+            phase == Phase::Answering && (total > 0 || conn.input.len() >= READ_BYTES || conn.end_of_input);
         if broken {
             outlet.gone = true;
             conn.shared.gone.store(true, Ordering::Release);
@@ -445,8 +455,13 @@ impl Io {
                 };
                 drop(outlet);
                 let reply = ReplyHandle::new(Box::new(sink));
-                let request =
-                    Request { method: head.method, target: head.target, authorization: head.authorization, body, reply };
+                let request = Request {
+                    method: head.method,
+                    target: head.target,
+                    authorization: head.authorization,
+                    body,
+                    reply,
+                };
                 (self.handler)(request);
             }
             Parsed::More { expects_continue } => {
@@ -554,7 +569,11 @@ impl Io {
             }
         }
         for id in slow {
-            self.refuse(id, 408, &format!("the request was not complete after {READ_TIMEOUT_SECONDS} seconds"));
+            self.refuse(
+                id,
+                408,
+                &format!("the request was not complete after {READ_TIMEOUT_SECONDS} seconds"),
+            );
         }
         for id in over {
             self.close(id);
@@ -644,7 +663,11 @@ fn push_out(outlet: &mut Outlet) -> Progress {
         }
     }
     outlet.written = 0;
-    if outlet.backlog.capacity() > READ_BYTES { outlet.backlog = Vec::new() } else { outlet.backlog.clear() }
+    if outlet.backlog.capacity() > READ_BYTES {
+        outlet.backlog = Vec::new()
+    } else {
+        outlet.backlog.clear()
+    }
     Progress::Done
 }
 
@@ -688,7 +711,8 @@ fn write_reply(out: &mut Vec<u8>, reply: &Reply, head_only: bool, close: bool) {
         let _ = write!(out, "{name}: {value}\r\n");
     }
     if reply.status != 204 {
-        let _ = write!(out, "Content-Type: {}\r\nContent-Length: {}\r\n", reply.content_type, reply.body.len());
+        let _ =
+            write!(out, "Content-Type: {}\r\nContent-Length: {}\r\n", reply.content_type, reply.body.len());
     }
     out.extend_from_slice(if close { b"Connection: close\r\n\r\n" } else { b"\r\n" });
     if !head_only && reply.status != 204 {
@@ -717,7 +741,8 @@ fn parse_request(input: &[u8], limits: &EdgeLimits) -> Parsed {
     let text = &input[skipped..];
     let mut headers = [httparse::EMPTY_HEADER; MAX_HEADERS];
     let mut request = httparse::Request::new(&mut headers);
-    let too_large = || Parsed::Bad(431, format!("the request line and headers exceed {MAX_HEAD_BYTES} bytes"));
+    let too_large =
+        || Parsed::Bad(431, format!("the request line and headers exceed {MAX_HEAD_BYTES} bytes"));
     let head_length = match request.parse(text) {
         Ok(httparse::Status::Complete(n)) if n > MAX_HEAD_BYTES => return too_large(),
         Ok(httparse::Status::Complete(n)) => n,
@@ -726,17 +751,22 @@ fn parse_request(input: &[u8], limits: &EdgeLimits) -> Parsed {
         Err(httparse::Error::TooManyHeaders) => {
             return Parsed::Bad(431, format!("more than {MAX_HEADERS} headers"));
         }
-        Err(httparse::Error::Version) => return Parsed::Bad(505, "only HTTP/1.0 and HTTP/1.1 are spoken".to_owned()),
+        Err(httparse::Error::Version) => {
+            return Parsed::Bad(505, "only HTTP/1.0 and HTTP/1.1 are spoken".to_owned());
+        }
         Err(error) => return Parsed::Bad(400, format!("the request cannot be read: {error}")),
     };
     let http_1_1 = request.version == Some(1);
-    let (mut length, mut chunked, mut close, mut keep, mut expects, mut hosts) = (None, false, false, false, false, 0);
+    let (mut length, mut chunked, mut close, mut keep, mut expects, mut hosts) =
+        (None, false, false, false, false, 0);
     let mut authorization = None;
     for header in request.headers.iter() {
         let name = header.name;
         let value = || std::str::from_utf8(header.value).map(str::trim);
         if name.eq_ignore_ascii_case("content-length") {
-            let number = value().ok().filter(|text| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit()));
+            let number = value()
+                .ok()
+                .filter(|text| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit()));
             let Some(number) = number else { return bad("Content-Length is not a number") };
             // More digits than fit are more than any limit.
             let number = number.parse::<u64>().unwrap_or(u64::MAX);
@@ -746,7 +776,10 @@ fn parse_request(input: &[u8], limits: &EdgeLimits) -> Parsed {
             length = Some(number);
         } else if name.eq_ignore_ascii_case("transfer-encoding") {
             if chunked || !value().is_ok_and(|text| text.eq_ignore_ascii_case("chunked")) {
-                return Parsed::Bad(501, "the only Transfer-Encoding that is understood is chunked".to_owned());
+                return Parsed::Bad(
+                    501,
+                    "the only Transfer-Encoding that is understood is chunked".to_owned(),
+                );
             }
             chunked = true;
         } else if name.eq_ignore_ascii_case("connection") {
@@ -769,7 +802,10 @@ fn parse_request(input: &[u8], limits: &EdgeLimits) -> Parsed {
         return bad("Content-Length and Transfer-Encoding together");
     }
     let too_long = |bytes: String| {
-        Parsed::Bad(413, format!("the body of {bytes} bytes exceeds the limit of {} (--max-body)", limits.max_body_bytes))
+        Parsed::Bad(
+            413,
+            format!("the body of {bytes} bytes exceeds the limit of {} (--max-body)", limits.max_body_bytes),
+        )
     };
     let rest = &text[head_length..];
     let (body, taken) = if chunked {
