@@ -381,8 +381,8 @@ impl Engine {
         }
         append.hashes = runs.iter().map(|run| run.hashes.clone()).collect();
         self.metrics.push_commits.inc();
-        let result = self.call(|conn| crate::store::push::append(conn, &append));
-        result
+
+        self.call(|conn| crate::store::push::append(conn, &append))
     }
 
     /// Takes to heart why nothing was written. Returns the pushes to try again now.
