@@ -539,8 +539,7 @@ struct Run<'a> {
 /// Cuts a partition's new messages into segments.
 fn segments_of<'a>(index: usize, part: &Part, jobs: &'a [Box<PushJob>]) -> Vec<Run<'a>> {
     let mut runs: Vec<Run<'a>> = Vec::new();
-    let mut base = 0;
-    for (j, l, e) in &part.items {
+    for (base, (j, l, e)) in part.items.iter().enumerate() {
         let lane = &jobs[*j].request.lanes[*l];
         let entry = &lane.entries[*e];
         let frame = &lane.frames[entry.frame.clone()];
@@ -559,7 +558,6 @@ fn segments_of<'a>(index: usize, part: &Part, jobs: &'a [Box<PushJob>]) -> Vec<R
                 frames: Cow::Borrowed(frame),
             }),
         }
-        base += 1;
     }
     runs
 }
