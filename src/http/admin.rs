@@ -3,15 +3,18 @@
 use std::sync::Arc;
 
 use serde_json::json;
+use uuid::Uuid;
 
 use super::edge::Method;
 use super::router::App;
+use super::transaction;
 use crate::broker::answer::{Reply, ReplyHandle};
 use crate::broker::error::ApiError;
+use crate::broker::query::Query;
 use crate::broker::queue_options::{QueueOptions, namespace_and_task_of, parse_configure};
 use crate::core::engine::store_error;
 use crate::core::inbox::Message;
-use crate::store::{Conn, StoreError, queue};
+use crate::store::{Conn, StoreError, inspect, queue};
 
 /// An admin route, with what its path names.
 pub enum Route {
@@ -19,6 +22,16 @@ pub enum Route {
     Configure,
     /// `DELETE /api/v1/resources/queues/:queue`
     DeleteQueue(String),
+    /// `GET /api/v1/resources/queues/:queue`
+    Queue(String),
+    /// `GET /api/v1/resources/queues`
+    Queues,
+    /// `GET /api/v1/dlq`
+    DeadLetters,
+    /// `GET /api/v1/messages/:partitionId/:transactionId`
+    Message(String, String),
+    /// `POST /api/v1/transaction`
+    Transaction,
     /// `GET /health`
     Health,
     /// `GET /livez`
@@ -31,10 +44,19 @@ pub enum Route {
 
 /// The route of a path, and its methods.
 pub fn find(parts: &[&str], method: Method) -> Option<(Route, &'static str)> {
-    let _ = method;
     Some(match parts {
         ["api", "v1", "configure"] => (Route::Configure, "POST"),
-        ["api", "v1", "resources", "queues", queue] => (Route::DeleteQueue((*queue).to_owned()), "DELETE"),
+        ["api", "v1", "resources", "queues"] => (Route::Queues, "GET, HEAD"),
+        ["api", "v1", "resources", "queues", queue] => {
+            let queue = (*queue).to_owned();
+            let route = if method == Method::Delete { Route::DeleteQueue(queue) } else { Route::Queue(queue) };
+            (route, "GET, HEAD, DELETE")
+        }
+        ["api", "v1", "dlq"] => (Route::DeadLetters, "GET, HEAD"),
+        ["api", "v1", "messages", partition, transaction] => {
+            (Route::Message((*partition).to_owned(), (*transaction).to_owned()), "GET, HEAD")
+        }
+        ["api", "v1", "transaction"] => (Route::Transaction, "POST"),
         ["health"] => (Route::Health, "GET, HEAD"),
         ["livez"] => (Route::Livez, "GET, HEAD"),
         ["metrics"] => (Route::Metrics, "GET, HEAD"),
@@ -44,7 +66,7 @@ pub fn find(parts: &[&str], method: Method) -> Option<(Route, &'static str)> {
 }
 
 /// Handles an admin request: at once, or on an admin thread.
-pub fn handle(app: &Arc<App>, route: Route, _query: &str, body: Vec<u8>, reply: ReplyHandle) {
+pub fn handle(app: &Arc<App>, route: Route, query: &str, body: Vec<u8>, reply: ReplyHandle) {
     match route {
         Route::Livez => drop(reply.send(Reply::json(200, r#"{"status":"alive"}"#))),
         Route::Metrics => drop(reply.send(Reply::json(200, metrics(app)))),
@@ -56,6 +78,35 @@ pub fn handle(app: &Arc<App>, route: Route, _query: &str, body: Vec<u8>, reply: 
             Ok(Ok(Reply::json(200, body.to_string())))
         }),
         Route::Configure => with_database(app, reply, move |app, conn| configure(app, conn, &body)),
+        Route::Queues => match page(query, 1_000) {
+            Ok((limit, offset)) => with_database(app, reply, move |_, conn| {
+                Ok(Ok(Reply::json(200, inspect::queues(conn, limit, offset)?.to_string())))
+            }),
+            Err(error) => drop(reply.send(Reply::from(&error))),
+        },
+        Route::Queue(name) => match page(query, 100_000) {
+            Ok((limit, offset)) => with_database(app, reply, move |_, conn| {
+                Ok(match inspect::queue(conn, &name, limit, offset)? {
+                    Some(found) => Ok(Reply::json(200, found.to_string())),
+                    None => Err(ApiError::not_found("Queue not found")),
+                })
+            }),
+            Err(error) => drop(reply.send(Reply::from(&error))),
+        },
+        Route::DeadLetters => {
+            let query = query.to_owned();
+            with_database(app, reply, move |_, conn| dead_letters(conn, &Query::new(&query)));
+        }
+        Route::Message(partition, transaction) => with_database(app, reply, move |_, conn| {
+            let Ok(partition) = Uuid::parse_str(&partition) else {
+                return Ok(Err(ApiError::not_found("Message not found")));
+            };
+            Ok(match inspect::message(conn, partition, &transaction)? {
+                Some(found) => Ok(Reply::json(200, found.to_string())),
+                None => Err(ApiError::not_found("Message not found")),
+            })
+        }),
+        Route::Transaction => with_database(app, reply, move |app, conn| transaction::run(app, conn, &body)),
         Route::DeleteQueue(name) => with_database(app, reply, move |app, conn| {
             let existed = queue::delete(conn, &name)?;
             if existed {
@@ -73,7 +124,42 @@ pub fn handle(app: &Arc<App>, route: Route, _query: &str, body: Vec<u8>, reply: 
     }
 }
 
-type Outcome = Result<Result<Reply, ApiError>, StoreError>;
+/// `limit` and `offset` of a listing.
+fn page(query: &str, default: i64) -> Result<(i64, i64), ApiError> {
+    let query = Query::new(query);
+    let limit = query.integer("limit")?.unwrap_or(default);
+    let offset = query.integer("offset")?.unwrap_or(0);
+    if !(1..=100_000).contains(&limit) {
+        return Err(ApiError::bad_request(format!("limit must be between 1 and 100000, got {limit}")));
+    }
+    if offset < 0 {
+        return Err(ApiError::bad_request(format!("offset must be 0 or more, got {offset}")));
+    }
+    Ok((limit, offset))
+}
+
+fn dead_letters(conn: &mut Conn, query: &Query<'_>) -> Outcome {
+    let read = || -> Result<_, ApiError> {
+        let limit = query.integer("limit")?.unwrap_or(100).clamp(1, 10_000);
+        let offset = query.integer("offset")?.unwrap_or(0).max(0);
+        Ok((query.text("queue")?, query.text("consumerGroup")?, query.text("partition")?, limit, offset))
+    };
+    let (queue, group, partition, limit, offset) = match read() {
+        Ok(read) => read,
+        Err(error) => return Ok(Err(error)),
+    };
+    let asked = inspect::DeadLetters {
+        queue: queue.as_deref(),
+        group: group.as_deref(),
+        partition: partition.as_deref(),
+        limit,
+        offset,
+    };
+    Ok(Ok(Reply::json(200, inspect::dead_letters(conn, &asked)?.to_string())))
+}
+
+/// What an admin request comes to: an answer, a refusal, or a fault of the database.
+pub type Outcome = Result<Result<Reply, ApiError>, StoreError>;
 
 fn with_database(
     app: &Arc<App>,

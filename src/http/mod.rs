@@ -2,3 +2,4 @@
 pub mod admin;
 pub mod edge;
 pub mod router;
+pub mod transaction;

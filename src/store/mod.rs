@@ -7,6 +7,7 @@ pub mod conn;
 pub mod embedded;
 pub mod group;
 pub mod hint;
+pub mod inspect;
 pub mod push;
 pub mod queue;
 pub mod schema;
