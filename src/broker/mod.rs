@@ -9,3 +9,4 @@ pub mod query;
 pub mod queue_options;
 pub mod segment;
 pub mod time;
+pub mod transaction;

@@ -409,7 +409,7 @@ fn is_database_error(text: &str) -> bool {
 }
 
 /// The lowest offset behind the cursor, else the highest at or below it.
-fn choose(offsets: &[i64], committed: i64) -> Option<i64> {
+pub(crate) fn choose(offsets: &[i64], committed: i64) -> Option<i64> {
     offsets.iter().find(|offset| **offset > committed).or(offsets.last()).copied()
 }
 
@@ -472,7 +472,7 @@ fn parts_of(w: usize, waiting: &DeferredAck, busy: &[(usize, usize)]) -> Vec<(Uu
 }
 
 /// What one item is told.
-fn outcome_of(offset: Option<i64>, status: AckStatus, verdict: &AckVerdict) -> AckOutcome {
+pub(crate) fn outcome_of(offset: Option<i64>, status: AckStatus, verdict: &AckVerdict) -> AckOutcome {
     let AckVerdict::Applied { before, span_end, released, signal, action, .. } = verdict else {
         return AckOutcome { error: Some(UNRESOLVABLE.to_owned()), ..AckOutcome::default() };
     };

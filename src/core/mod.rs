@@ -43,7 +43,7 @@ use crate::broker::push::PushRequest;
 use crate::store::{Database, StoreError};
 use admin::Admin;
 use engine::{Engine, GroupKey};
-use inbox::{AckJob, ExtendJob, Message, PopJob, PushJob};
+use inbox::{AckJob, ExtendJob, Mark, Message, PopJob, PushJob, Settled};
 use link::Link;
 use metrics::Metrics;
 
@@ -92,6 +92,7 @@ pub struct Cores {
     pub admin: Admin,
     /// Counters.
     pub metrics: Arc<Metrics>,
+    hints: hints::HintSender,
     stop: Mutex<Option<(Sender<()>, Vec<JoinHandle<()>>)>>,
 }
 
@@ -124,7 +125,7 @@ impl Cores {
             );
             threads.push(std::thread::Builder::new().name(name).spawn(move || engine.run()).map_err(thread)?);
         }
-        Ok(Self { peers, admin, metrics, stop: Mutex::new(Some((stop, threads))) })
+        Ok(Self { peers, admin, metrics, hints, stop: Mutex::new(Some((stop, threads))) })
     }
 
     fn send(&self, core: usize, message: Message) {
@@ -175,6 +176,28 @@ impl Cores {
     pub fn extend(&self, lease: String, seconds: u32, reply: ReplyHandle) {
         let core = Uuid::parse_str(&lease).map_or(0, |id| leases::core_of(id) % self.peers.len());
         self.send(core, Message::Extend(ExtendJob { lease, seconds, reply }));
+    }
+
+    /// Tells everybody that messages were committed, by something else than a core.
+    pub fn announce(&self, marks: Vec<Mark>) {
+        if marks.is_empty() {
+            return;
+        }
+        let mut hinted: HashMap<Arc<str>, Vec<(Uuid, Arc<str>, u64)>> = HashMap::new();
+        for mark in &marks {
+            hinted.entry(mark.queue.clone()).or_default().extend(mark.partitions.iter().cloned());
+        }
+        self.hints.marked(&hinted);
+        let messages: u64 = marks.iter().flat_map(|mark| &mark.partitions).map(|partition| partition.2).sum();
+        self.metrics.pushed_messages.inc_by(messages);
+        let marks: Arc<[Mark]> = marks.into();
+        self.tell(|| Message::Marked(marks.clone()));
+    }
+
+    /// Tells the owner of a (queue, group) that a partition may be claimable again.
+    pub fn settle(&self, settled: Settled) {
+        let owner = owner_of_group(&settled.queue, &settled.group, self.peers.len());
+        self.send(owner, Message::Settled(settled));
     }
 
     /// Tells all cores.

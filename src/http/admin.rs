@@ -49,7 +49,8 @@ pub fn find(parts: &[&str], method: Method) -> Option<(Route, &'static str)> {
         ["api", "v1", "resources", "queues"] => (Route::Queues, "GET, HEAD"),
         ["api", "v1", "resources", "queues", queue] => {
             let queue = (*queue).to_owned();
-            let route = if method == Method::Delete { Route::DeleteQueue(queue) } else { Route::Queue(queue) };
+            let route =
+                if method == Method::Delete { Route::DeleteQueue(queue) } else { Route::Queue(queue) };
             (route, "GET, HEAD, DELETE")
         }
         ["api", "v1", "dlq"] => (Route::DeadLetters, "GET, HEAD"),

@@ -132,11 +132,14 @@ pub fn dead_letters(conn: &mut Conn, asked: &DeadLetters<'_>) -> Result<Value, S
             })
         })
         .collect();
-    Ok(json!({"messages": messages, "pagination": {"limit": asked.limit, "offset": asked.offset}, "total": total}))
+    Ok(
+        json!({"messages": messages, "pagination": {"limit": asked.limit, "offset": asked.offset}, "total": total}),
+    )
 }
 
 fn payload(bytes: &[u8]) -> Value {
-    serde_json::from_slice(bytes).unwrap_or_else(|_| Value::String(String::from_utf8_lossy(bytes).into_owned()))
+    serde_json::from_slice(bytes)
+        .unwrap_or_else(|_| Value::String(String::from_utf8_lossy(bytes).into_owned()))
 }
 
 /// One message with its state for every group; `None` if it is not retained. The newest
@@ -155,7 +158,10 @@ pub fn message(conn: &mut Conn, partition: Uuid, transaction_id: &str) -> Result
     });
     let Some((row, position)) = found else { return Ok(None) };
     let (offset, data): (i64, &[u8]) = (row.get::<_, i64>(0) + position as i64, row.get(3));
-    let corrupt = |error: segment::CorruptSegment| StoreError::Statement { code: "XX001".into(), message: error.to_string() };
+    let corrupt = |error: segment::CorruptSegment| StoreError::Statement {
+        code: "XX001".into(),
+        message: error.to_string(),
+    };
     let raw = segment::unpack(row.get(2), data).map_err(corrupt)?;
     let mut frames = segment::frames(&raw);
     frames.skip_frames(position);
