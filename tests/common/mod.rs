@@ -58,6 +58,12 @@ impl Broker {
         Self { child, url, database: database.to_owned(), owns: false }
     }
 
+    /// Takes over the database of a broker that this one follows.
+    pub fn owning(mut self, mut before: Self) -> Self {
+        self.owns = std::mem::take(&mut before.owns);
+        self
+    }
+
     pub fn pid(&self) -> i32 {
         self.child.id() as i32
     }
