@@ -27,7 +27,7 @@ async def main(url):
         assert await queen.queue(name).group("g").batch(10).wait(False).pop() == []
 
         # A consumer in a loop, woken by pushes, that fails on one message the first time.
-        seen, failed = [], []
+        seen, failed, over = [], [], asyncio.Event()
 
         async def handle(message):
             n = message["data"]["n"]
@@ -35,13 +35,15 @@ async def main(url):
                 failed.append(n)
                 raise RuntimeError("not yet")
             seen.append(n)
+            if n == 7:
+                over.set()
 
         async def produce():
             for n in range(3, 8):
                 await asyncio.sleep(0.1)
                 await queen.queue(name).partition("p").push([{"data": {"n": n}}])
 
-        consumer = queen.queue(name).group("g").subscription_mode("all").limit(6).idle_millis(5000).consume(handle)
+        consumer = queen.queue(name).group("g").each().consume(handle, signal=over)
         await asyncio.wait_for(asyncio.gather(produce(), run(consumer)), 30)
         assert (seen, failed) == ([3, 4, 5, 6, 7], [5]), (seen, failed)
         deleted = await queen.queue(name).delete()
