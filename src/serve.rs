@@ -10,7 +10,7 @@ use clap::{Args, ValueEnum};
 use crate::broker::pop::{PopDefaults, StartAt};
 use crate::broker::push::MAX_BODY_BYTES;
 use crate::core::Cores;
-use crate::http::edge::{Edge, EdgeLimits, Handler, event::EventEdge};
+use crate::http::edge::{Edge, EdgeLimits, Handler, event::EventEdge, tiny::TinyEdge};
 use crate::http::router::{self, App};
 use crate::store::embedded::Embedded;
 use crate::store::{Database, schema};
@@ -27,6 +27,16 @@ pub enum SubscriptionMode {
     All,
     /// At the end.
     New,
+}
+
+/// What speaks HTTP.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum EdgeKind {
+    /// An event loop: any number of connections.
+    Event,
+    /// tiny_http: a thread per connection, for trusted networks only.
+    #[value(name = "tiny_http")]
+    TinyHttp,
 }
 
 /// Options of `waspmq serve`.
@@ -47,6 +57,12 @@ pub struct ServeOptions {
     /// Threads that read requests
     #[arg(long, env = "WASPMQ_IO_THREADS", default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=256))]
     pub io_threads: u16,
+    /// What speaks HTTP
+    #[arg(long, env = "WASPMQ_EDGE", value_enum, default_value = "event")]
+    pub edge: EdgeKind,
+    /// Let --edge tiny_http listen beyond loopback, where one request can end the process
+    #[arg(long, env = "WASPMQ_I_TRUST_THIS_NETWORK")]
+    pub i_trust_this_network: bool,
     /// Largest request body in bytes
     #[arg(long, env = "WASPMQ_MAX_BODY", default_value_t = 64 * 1024 * 1024, value_parser = body_limit)]
     pub max_body: usize,
@@ -87,6 +103,11 @@ pub fn serve(options: &ServeOptions) -> Result<(), String> {
             .map_err(|error| format!("cannot listen on {} (--listen): {error}", options.listen))?,
     };
     let address = listener.local_addr().map_err(|error| error.to_string())?;
+    if options.edge == EdgeKind::TinyHttp && !address.ip().is_loopback() && !options.i_trust_this_network {
+        return Err(format!(
+            "--edge tiny_http does not listen on {address}: one header can end its process; use --edge event, or say --i-trust-this-network"
+        ));
+    }
     if !address.ip().is_loopback() {
         tracing::warn!(%address, "anybody who can reach this address can read and write every queue: this version has no authentication");
     }

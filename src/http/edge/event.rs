@@ -705,7 +705,7 @@ fn reason(status: u16) -> &'static str {
 }
 
 /// Appends a reply's bytes.
-fn write_reply(out: &mut Vec<u8>, reply: &Reply, head_only: bool, close: bool) {
+pub(super) fn write_reply(out: &mut Vec<u8>, reply: &Reply, head_only: bool, close: bool) {
     let _ = write!(out, "HTTP/1.1 {} {}\r\n", reply.status, reason(reply.status));
     for (name, value) in &reply.headers {
         let _ = write!(out, "{name}: {value}\r\n");

@@ -5,6 +5,7 @@
 //! knows which edge is running.
 
 pub mod event;
+pub mod tiny;
 
 use std::sync::Arc;
 
