@@ -17,7 +17,9 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::event::write_reply;
-use super::{Delivery, Edge, EdgeLimits, Handler, MAX_HEAD_BYTES, Method, Reply, ReplyHandle, ReplySink, Request};
+use super::{
+    Delivery, Edge, EdgeLimits, Handler, MAX_HEAD_BYTES, Method, Reply, ReplyHandle, ReplySink, Request,
+};
 
 /// How often the doorbell rings. Measured: with it no request waited longer than 50 ms.
 const DOORBELL: Duration = Duration::from_millis(10);
@@ -41,7 +43,9 @@ struct Shared {
 
 fn server_on(listener: &TcpListener) -> std::io::Result<Arc<tiny_http::Server>> {
     let clone = listener.try_clone()?;
-    tiny_http::Server::from_listener(clone, None).map(Arc::new).map_err(|error| std::io::Error::other(error.to_string()))
+    tiny_http::Server::from_listener(clone, None)
+        .map(Arc::new)
+        .map_err(|error| std::io::Error::other(error.to_string()))
 }
 
 impl TinyEdge {
@@ -100,7 +104,9 @@ impl Shared {
         while !self.stopping.load(Ordering::Acquire) {
             let Ok(server) = self.server.lock().map(|server| server.clone()) else { return };
             match server.recv_timeout(Duration::from_millis(200)) {
-                Ok(Some(request)) if request.body_length().is_none_or(|n| n <= 1024) && !is_chunked(&request) => {
+                Ok(Some(request))
+                    if request.body_length().is_none_or(|n| n <= 1024) && !is_chunked(&request) =>
+                {
                     self.handle(request);
                 }
                 Ok(Some(request)) => {
@@ -154,13 +160,16 @@ impl Shared {
         let head = read_head(&request, self.limits.max_body_bytes);
         let target = request.url().to_owned();
         let target = match target.split_once("://") {
-            Some((_, behind)) if !target.starts_with('/') => behind.find('/').map_or("/".to_owned(), |at| behind[at..].to_owned()),
+            Some((_, behind)) if !target.starts_with('/') => {
+                behind.find('/').map_or("/".to_owned(), |at| behind[at..].to_owned())
+            }
             _ => target,
         };
         let (authorization, keep) = match head {
             Ok(found) => found,
             Err((status, text)) => {
-                let body = serde_json::json!({"success": false, "error": text, "code": "bad_request"}).to_string();
+                let body =
+                    serde_json::json!({"success": false, "error": text, "code": "bad_request"}).to_string();
                 return respond(request, &Reply::json(status, body), method == Method::Head, true);
             }
         };
@@ -172,7 +181,8 @@ impl Shared {
                 Err(error) => (400, format!("the body cannot be read: {error}")),
                 Ok(_) => (413, format!("the body exceeds the limit of {limit} bytes (--max-body)")),
             };
-            let body = serde_json::json!({"success": false, "error": text, "code": "bad_request"}).to_string();
+            let body =
+                serde_json::json!({"success": false, "error": text, "code": "bad_request"}).to_string();
             return respond(request, &Reply::json(status, body), method == Method::Head, true);
         }
         self.outstanding.fetch_add(1, Ordering::AcqRel);
@@ -190,7 +200,11 @@ impl Shared {
 }
 
 fn header<'a>(request: &'a tiny_http::Request, name: &'static str) -> impl Iterator<Item = &'a str> {
-    request.headers().iter().filter(move |header| header.field.equiv(name)).map(|header| header.value.as_str().trim())
+    request
+        .headers()
+        .iter()
+        .filter(move |header| header.field.equiv(name))
+        .map(|header| header.value.as_str().trim())
 }
 
 fn is_chunked(request: &tiny_http::Request) -> bool {
@@ -199,7 +213,8 @@ fn is_chunked(request: &tiny_http::Request) -> bool {
 
 /// Checks a head. Returns the authorization, and whether the connection may be kept.
 fn read_head(request: &tiny_http::Request, max_body: usize) -> Result<(Option<String>, bool), (u16, String)> {
-    let size: usize = request.headers().iter().map(|h| h.field.as_str().as_str().len() + h.value.as_str().len() + 4).sum();
+    let size: usize =
+        request.headers().iter().map(|h| h.field.as_str().as_str().len() + h.value.as_str().len() + 4).sum();
     if size + request.url().len() > MAX_HEAD_BYTES {
         return Err((431, format!("the request line and headers exceed {MAX_HEAD_BYTES} bytes")));
     }

@@ -1,0 +1,259 @@
+//! The HTTP contract, by raw sockets, over both edges.
+#![allow(missing_docs)]
+
+mod common;
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::time::{Duration, Instant};
+
+use common::Broker;
+use serde_json::json;
+
+fn edges() -> [(&'static str, Broker); 2] {
+    ["event", "tiny_http"].map(|edge| (edge, Broker::with(&["--edge", edge, "--max-body", "100000"])))
+}
+
+fn connect(broker: &Broker) -> TcpStream {
+    let stream = TcpStream::connect(broker.url.trim_start_matches("http://")).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(15))).unwrap();
+    stream
+}
+
+fn send(broker: &Broker, bytes: &[u8]) -> TcpStream {
+    let mut stream = connect(broker);
+    stream.write_all(bytes).unwrap();
+    stream
+}
+
+/// One response: status, head, body.
+fn response(stream: &mut TcpStream) -> (u16, String, Vec<u8>) {
+    let mut head = Vec::new();
+    let mut byte = [0];
+    while !head.ends_with(b"\r\n\r\n") {
+        match stream.read(&mut byte) {
+            Ok(1) => head.push(byte[0]),
+            other => panic!("{other:?} after {:?}", String::from_utf8_lossy(&head)),
+        }
+    }
+    let head = String::from_utf8(head).unwrap();
+    let status = head.split(' ').nth(1).unwrap().parse().unwrap();
+    let lower = head.to_ascii_lowercase();
+    let length = lower
+        .split("content-length: ")
+        .nth(1)
+        .map_or(0, |rest| rest.split("\r\n").next().unwrap().parse().unwrap());
+    let mut body = vec![0; length];
+    stream.read_exact(&mut body).unwrap();
+    (status, head, body)
+}
+
+fn is_closed(stream: &mut TcpStream) -> bool {
+    matches!(stream.read(&mut [0]), Ok(0) | Err(_))
+}
+
+const GET: &[u8] = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n";
+const POP: &[u8] = b"GET /api/v1/pop/queue/nothing HTTP/1.1\r\nHost: x\r\n\r\n";
+
+#[test]
+fn a_204_is_bare_and_the_connection_goes_on() {
+    for (edge, broker) in edges() {
+        let mut stream = send(&broker, POP);
+        let (status, head, _) = response(&mut stream);
+        assert_eq!(status, 204, "{edge}");
+        let lower = head.to_ascii_lowercase();
+        assert!(
+            !lower.contains("content-length")
+                && !lower.contains("content-type")
+                && !lower.contains("transfer"),
+            "{edge}: {head}"
+        );
+        stream.write_all(GET).unwrap();
+        assert_eq!(response(&mut stream).0, 200, "{edge}");
+    }
+}
+
+#[test]
+fn pipelined_requests_are_answered_in_order() {
+    for (edge, broker) in edges() {
+        let mut stream = send(&broker, &[GET, POP, b"GET /nope HTTP/1.1\r\nHost: x\r\n\r\n", GET].concat());
+        let statuses: Vec<u16> = (0..4).map(|_| response(&mut stream).0).collect();
+        assert_eq!(statuses, [200, 204, 404, 200], "{edge}");
+    }
+}
+
+#[test]
+fn many_connections_at_once_are_all_answered() {
+    for (edge, broker) in edges() {
+        let mut streams: Vec<TcpStream> = (0..60).map(|_| connect(&broker)).collect();
+        for _ in 0..2 {
+            streams.iter_mut().for_each(|stream| stream.write_all(GET).unwrap());
+            for stream in &mut streams {
+                assert_eq!(response(stream).0, 200, "{edge}");
+            }
+        }
+    }
+}
+
+#[test]
+fn bodies_come_chunked_and_announced() {
+    for (edge, broker) in edges() {
+        let body = br#"{"items":[{"queue":"q","payload":1}]}"#;
+        let mut chunked =
+            b"POST /api/v1/push HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".to_vec();
+        for part in body.chunks(10) {
+            chunked.extend_from_slice(format!("{:x}\r\n", part.len()).as_bytes());
+            chunked.extend_from_slice(part);
+            chunked.extend_from_slice(b"\r\n");
+        }
+        chunked.extend_from_slice(b"0\r\n\r\n");
+        let mut stream = send(&broker, &chunked);
+        assert_eq!(response(&mut stream).0, 201, "{edge}");
+        stream
+            .write_all(format!("POST /api/v1/push HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: {}\r\n\r\n", body.len()).as_bytes())
+            .unwrap();
+        assert_eq!(response(&mut stream).0, 100, "{edge}");
+        stream.write_all(body).unwrap();
+        assert_eq!(response(&mut stream).0, 201, "{edge}");
+    }
+}
+
+#[test]
+fn bad_lengths_are_refused_and_the_connection_ends() {
+    for (edge, broker) in edges() {
+        for (headers, expected) in [
+            ("Content-Length: abc", 400),
+            ("Content-Length: -1", 400),
+            ("Content-Length: 3\r\nContent-Length: 4", 400),
+            ("Content-Length: 3\r\nTransfer-Encoding: chunked", 400),
+            ("Content-Length: 100001", 413),
+        ] {
+            let request = format!("POST /api/v1/push HTTP/1.1\r\nHost: x\r\n{headers}\r\n\r\n");
+            // tiny_http sizes a buffer by the length before anybody can look: small ones only.
+            let mut stream = send(&broker, request.as_bytes());
+            if edge == "tiny_http" && expected == 413 {
+                stream.write_all(&vec![b'x'; 100_001]).unwrap();
+            }
+            assert_eq!(response(&mut stream).0, expected, "{edge}: {headers}");
+            assert!(is_closed(&mut stream), "{edge}: {headers}");
+        }
+    }
+}
+
+#[test]
+fn event_refuses_absurd_lengths_and_endless_heads() {
+    let broker = Broker::start();
+    for length in ["100000000000", "99999999999999999999999999"] {
+        let mut stream = send(
+            &broker,
+            format!("POST /api/v1/push HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\nx").as_bytes(),
+        );
+        assert_eq!(response(&mut stream).0, 413);
+    }
+    let mut stream = send(&broker, b"GET /livez HTTP/1.1\r\nHost: x\r\n");
+    for n in 0..2_000 {
+        if stream.write_all(format!("X-{n}: {}\r\n", "y".repeat(100)).as_bytes()).is_err() {
+            break;
+        }
+    }
+    assert_eq!(response(&mut stream).0, 431);
+    assert_eq!(response(&mut send(&broker, GET)).0, 200);
+}
+
+#[test]
+fn a_body_over_the_limit_is_refused_and_one_at_the_limit_is_not() {
+    for (edge, broker) in edges() {
+        let item =
+            |filler: usize| format!(r#"{{"items":[{{"queue":"q","payload":"{}"}}]}}"#, "x".repeat(filler));
+        let request = |body: &str| {
+            format!("POST /api/v1/push HTTP/1.1\r\nHost: x\r\nContent-Length: {}\r\n\r\n{body}", body.len())
+        };
+        let frame = item(0).len();
+        let mut stream = send(&broker, request(&item(100_000 - frame)).as_bytes());
+        assert_eq!(response(&mut stream).0, 201, "{edge}");
+        let mut stream = connect(&broker);
+        let _ = stream.write_all(request(&item(100_001 - frame)).as_bytes());
+        assert_eq!(response(&mut stream).0, 413, "{edge}");
+    }
+}
+
+#[test]
+fn old_clients_heads_and_closes() {
+    for (edge, broker) in edges() {
+        let mut stream = send(&broker, b"GET /livez HTTP/1.0\r\n\r\n");
+        assert_eq!(response(&mut stream).0, 200, "{edge}");
+        assert!(is_closed(&mut stream), "{edge}");
+        let mut stream = send(&broker, b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n");
+        assert_eq!(response(&mut stream).0, 200, "{edge}");
+        assert!(is_closed(&mut stream), "{edge}");
+        let mut stream = send(&broker, b"HEAD /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n");
+        let mut all = Vec::new();
+        stream.read_to_end(&mut all).unwrap();
+        let text = String::from_utf8(all).unwrap();
+        assert!(text.starts_with("HTTP/1.1 200") && text.ends_with("\r\n\r\n"), "{edge}: {text}");
+    }
+}
+
+#[test]
+fn names_are_percent_decoded() {
+    for (edge, broker) in edges() {
+        broker.push("a/b c%", "ü:1", &[json!(1)]);
+        let m = broker.pop("/queue/a%2Fb%20c%25/partition/%C3%BC%3A1");
+        assert_eq!(
+            (m.len(), &m[0]["queue"], &m[0]["partition"]),
+            (1, &json!("a/b c%"), &json!("ü:1")),
+            "{edge}"
+        );
+        assert_eq!(broker.get("/api/v1/pop/queue/%FF").0, 400, "{edge}");
+    }
+}
+
+#[test]
+fn nothing_is_claimed_for_a_client_that_has_gone() {
+    for (edge, broker) in edges() {
+        let mut gone: Vec<TcpStream> = (0..5)
+            .map(|_| {
+                send(&broker, b"GET /api/v1/pop/queue/q?wait=true&timeout=30000 HTTP/1.1\r\nHost: x\r\n\r\n")
+            })
+            .collect();
+        std::thread::sleep(Duration::from_millis(500));
+        gone.clear();
+        std::thread::sleep(Duration::from_millis(200));
+        broker.push("q", "p", &[json!(1)]);
+        let m = broker.pop("/queue/q?wait=true&timeout=5000");
+        assert_eq!(m.len(), 1, "{edge}: swallowed");
+        assert_eq!(m[0]["deliveryAttempt"], 1, "{edge}");
+    }
+}
+
+#[test]
+fn event_parks_two_thousand_pops_and_wakes_the_right_one() {
+    let broker = Broker::start();
+    let mut parked: Vec<TcpStream> = (0..2_000)
+        .map(|n| {
+            send(
+                &broker,
+                format!("GET /api/v1/pop/queue/q{n}?wait=true&timeout=60000 HTTP/1.1\r\nHost: x\r\n\r\n")
+                    .as_bytes(),
+            )
+        })
+        .collect();
+    std::thread::sleep(Duration::from_secs(4));
+    let started = Instant::now();
+    broker.push("q1234", "p", &[json!("hello")]);
+    let (status, _, body) = response(&mut parked[1234]);
+    assert_eq!(status, 200);
+    assert!(String::from_utf8_lossy(&body).contains("hello"));
+    assert!(started.elapsed() < Duration::from_secs(3));
+    assert_eq!(response(&mut send(&broker, GET)).0, 200);
+}
+
+#[test]
+fn tiny_http_does_not_listen_beyond_loopback_by_itself() {
+    let output = std::process::Command::new(env!("CARGO_BIN_EXE_waspmq"))
+        .args(["serve", "--edge", "tiny_http", "--listen", "0.0.0.0:0", "--database", &common::server()])
+        .output()
+        .unwrap();
+    assert!(!output.status.success());
+    assert!(String::from_utf8_lossy(&output.stderr).contains("--i-trust-this-network"));
+}
