@@ -151,10 +151,15 @@ pub fn serve(options: &ServeOptions) -> Result<(), String> {
         let app = app.clone();
         Arc::new(move |request| router::handle(&app, request))
     };
-    let running =
-        EventEdge::start(listener, limits, handler).map_err(|error| format!("cannot serve: {error}"))?;
-    let _ = edge.set(running.counter());
-    let running: Box<dyn Edge> = Box::new(running);
+    let cannot = |error: std::io::Error| format!("cannot serve: {error}");
+    let running: Box<dyn Edge> = match options.edge {
+        EdgeKind::Event => {
+            let running = EventEdge::start(listener, limits, handler).map_err(cannot)?;
+            let _ = edge.set(running.counter());
+            Box::new(running)
+        }
+        EdgeKind::TinyHttp => Box::new(TinyEdge::start(listener, limits, handler).map_err(cannot)?),
+    };
     println!("waspmq {} ready at http://{address}, database {place}", env!("CARGO_PKG_VERSION"));
 
     signals.forever().next();

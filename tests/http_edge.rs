@@ -49,7 +49,10 @@ fn response(stream: &mut TcpStream) -> (u16, String, Vec<u8>) {
 }
 
 fn is_closed(stream: &mut TcpStream) -> bool {
-    matches!(stream.read(&mut [0]), Ok(0) | Err(_))
+    match stream.read(&mut [0]) {
+        Ok(n) => n == 0,
+        Err(error) => error.kind() == std::io::ErrorKind::ConnectionReset,
+    }
 }
 
 const GET: &[u8] = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n";
@@ -129,10 +132,15 @@ fn bad_lengths_are_refused_and_the_connection_ends() {
             ("Content-Length: 100001", 413),
         ] {
             let request = format!("POST /api/v1/push HTTP/1.1\r\nHost: x\r\n{headers}\r\n\r\n");
-            // tiny_http sizes a buffer by the length before anybody can look: small ones only.
             let mut stream = send(&broker, request.as_bytes());
-            if edge == "tiny_http" && expected == 413 {
-                stream.write_all(&vec![b'x'; 100_001]).unwrap();
+            // tiny_http reads what is announced before anybody can look at the head.
+            if edge == "tiny_http" && !headers.ends_with("abc") && !headers.ends_with("-1") {
+                let body = match expected {
+                    413 => vec![b'x'; 100_001],
+                    _ if headers.ends_with('4') => b"abc".to_vec(),
+                    _ => b"0\r\n\r\n".to_vec(),
+                };
+                let _ = stream.write_all(&body);
             }
             assert_eq!(response(&mut stream).0, expected, "{edge}: {headers}");
             assert!(is_closed(&mut stream), "{edge}: {headers}");

@@ -170,7 +170,13 @@ impl Shared {
             Err((status, text)) => {
                 let body =
                     serde_json::json!({"success": false, "error": text, "code": "bad_request"}).to_string();
-                return respond(request, &Reply::json(status, body), method == Method::Head, true);
+                return respond(
+                    request,
+                    &Reply::json(status, body),
+                    method == Method::Head,
+                    true,
+                    self.address.port(),
+                );
             }
         };
         let mut body = Vec::new();
@@ -183,7 +189,13 @@ impl Shared {
             };
             let body =
                 serde_json::json!({"success": false, "error": text, "code": "bad_request"}).to_string();
-            return respond(request, &Reply::json(status, body), method == Method::Head, true);
+            return respond(
+                request,
+                &Reply::json(status, body),
+                method == Method::Head,
+                true,
+                self.address.port(),
+            );
         }
         self.outstanding.fetch_add(1, Ordering::AcqRel);
         let socket = request.remote_addr().and_then(|peer| socket_of(*peer, self.address.port()));
@@ -192,6 +204,7 @@ impl Shared {
             socket,
             head_only: method == Method::Head,
             close: !keep,
+            port: self.address.port(),
             outstanding: self.outstanding.clone(),
         };
         let reply = ReplyHandle::new(Box::new(sink));
@@ -242,11 +255,17 @@ fn read_head(request: &tiny_http::Request, max_body: usize) -> Result<(Option<St
     Ok((authorization, !close && (!old || keep)))
 }
 
-fn respond(request: tiny_http::Request, reply: &Reply, head_only: bool, close: bool) {
+fn respond(request: tiny_http::Request, reply: &Reply, head_only: bool, close: bool, port: u16) {
     let mut out = Vec::new();
     write_reply(&mut out, reply, head_only, close);
+    // tiny_http goes by the request's own wish only.
+    let socket = if close { request.remote_addr().and_then(|peer| socket_of(*peer, port)) } else { None };
     let mut writer = request.into_writer();
     let _ = writer.write_all(&out).and_then(|()| writer.flush());
+    drop(writer);
+    if let Some(socket) = socket {
+        let _ = socket2::SockRef::from(&socket).shutdown(std::net::Shutdown::Both);
+    }
 }
 
 struct Sink {
@@ -254,6 +273,7 @@ struct Sink {
     socket: Option<OwnedFd>,
     head_only: bool,
     close: bool,
+    port: u16,
     outstanding: Arc<AtomicUsize>,
 }
 
@@ -262,7 +282,7 @@ impl ReplySink for Sink {
         self.outstanding.fetch_sub(1, Ordering::AcqRel);
         let gone = self.is_gone();
         if let Some(request) = self.request.take() {
-            respond(request, &reply, self.head_only, self.close);
+            respond(request, &reply, self.head_only, self.close, self.port);
         }
         if gone { Delivery::Gone } else { Delivery::Written }
     }
