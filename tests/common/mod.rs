@@ -43,8 +43,18 @@ impl Broker {
 
     /// On a database that somebody else drops.
     pub fn on(database: &str, options: &[&str]) -> Self {
+        Self::run(&[&["--database", database], options].concat(), database)
+    }
+
+    /// With a PostgreSQL of its own.
+    pub fn embedded(folder: &std::path::Path) -> Self {
+        let folder = folder.to_str().expect("UTF-8");
+        Self::run(&["--data", folder], &format!("host={folder} user=waspmq dbname=postgres"))
+    }
+
+    fn run(options: &[&str], database: &str) -> Self {
         let mut child = Command::new(env!("CARGO_BIN_EXE_waspmq"))
-            .args(["serve", "--listen", "127.0.0.1:0", "--log-level", "warn", "--database", database])
+            .args(["serve", "--listen", "127.0.0.1:0", "--log-level", "warn"])
             .args(options)
             .stdout(Stdio::piped())
             .spawn()
