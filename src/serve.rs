@@ -128,6 +128,7 @@ pub fn serve(options: &ServeOptions) -> Result<(), String> {
         .cores
         .map_or_else(|| std::thread::available_parallelism().map_or(2, std::num::NonZero::get), usize::from);
     let cores = Cores::start(&database, cores).map_err(|error| error.to_string())?;
+    // The edge starts after the routes that show its count.
     let edge: Arc<OnceLock<Box<dyn Fn() -> usize + Send + Sync>>> = Arc::default();
     let connections = edge.clone();
     let app = Arc::new(App {
@@ -153,13 +154,10 @@ pub fn serve(options: &ServeOptions) -> Result<(), String> {
     };
     let cannot = |error: std::io::Error| format!("cannot serve: {error}");
     let running: Box<dyn Edge> = match options.edge {
-        EdgeKind::Event => {
-            let running = EventEdge::start(listener, limits, handler).map_err(cannot)?;
-            let _ = edge.set(running.counter());
-            Box::new(running)
-        }
+        EdgeKind::Event => Box::new(EventEdge::start(listener, limits, handler).map_err(cannot)?),
         EdgeKind::TinyHttp => Box::new(TinyEdge::start(listener, limits, handler).map_err(cannot)?),
     };
+    let _ = edge.set(running.counter());
     println!("waspmq {} ready at http://{address}, database {place}", env!("CARGO_PKG_VERSION"));
 
     signals.forever().next();

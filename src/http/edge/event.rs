@@ -8,7 +8,7 @@
 use std::collections::HashMap;
 use std::io::{ErrorKind, Read, Write};
 use std::net::SocketAddr;
-use std::os::fd::AsRawFd;
+use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
@@ -19,6 +19,7 @@ use mio::event::Source;
 use mio::net::{TcpListener, TcpStream};
 use mio::{Events, Interest, Poll, Token, Waker};
 
+use super::wire::{Parsed, code_of, parse_request, peer_is_gone, write_reply};
 use super::{
     Delivery, Edge, EdgeLimits, Handler, IDLE_TIMEOUT_SECONDS, MAX_HEAD_BYTES, Method, READ_TIMEOUT_SECONDS,
     Reply, ReplyHandle, ReplySink, Request,
@@ -26,8 +27,6 @@ use super::{
 
 const WAKER: Token = Token(usize::MAX);
 const LISTENER: Token = Token(usize::MAX - 1);
-/// Headers of one request.
-const MAX_HEADERS: usize = 100;
 /// Bytes of one read.
 const READ_BYTES: usize = 64 * 1024;
 /// How often timeouts are looked for.
@@ -60,7 +59,6 @@ struct Outlet {
     written: usize,
     head_only: bool,
     close: bool,
-    gone: bool,
     /// Input came while the reply was outstanding: the I/O thread must look when it is out.
     unread: bool,
 }
@@ -73,6 +71,40 @@ struct Shared {
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, Outlet> {
         self.outlet.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    fn is_gone(&self) -> bool {
+        self.gone.load(Ordering::Acquire)
+    }
+
+    /// Nobody reads this connection's answers any more.
+    fn mark_gone(&self) {
+        self.gone.store(true, Ordering::Release);
+    }
+
+    /// Writes what the kernel takes of the backlog.
+    fn push_out(&self, outlet: &mut Outlet) -> Progress {
+        while outlet.written < outlet.backlog.len() {
+            match outlet.stream.write(&outlet.backlog[outlet.written..]) {
+                Ok(0) => return Progress::Broken,
+                Ok(n) => outlet.written += n,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Progress::Blocked,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(_) => {
+                    self.mark_gone();
+                    outlet.backlog = Vec::new();
+                    outlet.written = 0;
+                    return Progress::Broken;
+                }
+            }
+        }
+        outlet.written = 0;
+        if outlet.backlog.capacity() > READ_BYTES {
+            outlet.backlog = Vec::new()
+        } else {
+            outlet.backlog.clear()
+        }
+        Progress::Done
     }
 }
 
@@ -154,21 +186,14 @@ impl EventEdge {
     }
 }
 
-impl EventEdge {
-    /// Counts the open connections, also after this value has moved.
-    pub fn counter(&self) -> Box<dyn Fn() -> usize + Send + Sync> {
-        let connections = self.connections.clone();
-        Box::new(move || connections.load(Ordering::Relaxed))
-    }
-}
-
 impl Edge for EventEdge {
     fn local_addr(&self) -> SocketAddr {
         self.address
     }
 
-    fn connections(&self) -> usize {
-        self.connections.load(Ordering::Relaxed)
+    fn counter(&self) -> Box<dyn Fn() -> usize + Send + Sync> {
+        let connections = self.connections.clone();
+        Box::new(move || connections.load(Ordering::Relaxed))
     }
 
     fn stop_accepting(&self) {
@@ -324,7 +349,6 @@ impl Io {
             written: 0,
             head_only: false,
             close: false,
-            gone: false,
             unread: false,
         };
         let shared = Arc::new(Shared { outlet: Mutex::new(outlet), gone: AtomicBool::new(false) });
@@ -346,8 +370,7 @@ impl Io {
         let Some(conn) = self.conns.remove(&id) else { return };
         let mut outlet = conn.shared.lock();
         outlet.phase = Phase::Closed;
-        outlet.gone = true;
-        conn.shared.gone.store(true, Ordering::Release);
+        conn.shared.mark_gone();
         let _ = self.poll.registry().deregister(&mut outlet.stream);
         let _ = outlet.stream.shutdown(std::net::Shutdown::Both);
         self.connections.fetch_sub(1, Ordering::Relaxed);
@@ -359,8 +382,7 @@ impl Io {
         let mut outlet = conn.shared.lock();
         if outlet.phase == Phase::Answering && closed {
             // A half-close counts: it cannot be told from a close.
-            outlet.gone = true;
-            conn.shared.gone.store(true, Ordering::Release);
+            conn.shared.mark_gone();
         }
         // A pipelining client is read on when its reply is out; what is not read stays in the kernel.
         let mut total = 0;
@@ -370,8 +392,7 @@ impl Io {
                 Ok(0) => {
                     conn.end_of_input = true;
                     if outlet.phase == Phase::Answering {
-                        outlet.gone = true;
-                        conn.shared.gone.store(true, Ordering::Release);
+                        conn.shared.mark_gone();
                     }
                     break;
                 }
@@ -401,8 +422,7 @@ impl Io {
         outlet.unread |=
             phase == Phase::Answering && (total > 0 || conn.input.len() >= READ_BYTES || conn.end_of_input);
         if broken {
-            outlet.gone = true;
-            conn.shared.gone.store(true, Ordering::Release);
+            conn.shared.mark_gone();
         }
         drop(outlet);
         if broken || (phase == Phase::Lingering && conn.end_of_input) {
@@ -442,8 +462,7 @@ impl Io {
                 outlet.head_only = head.method == Method::Head;
                 outlet.unread = !conn.input.is_empty();
                 if conn.end_of_input {
-                    outlet.gone = true;
-                    conn.shared.gone.store(true, Ordering::Release);
+                    conn.shared.mark_gone();
                 }
                 self.outstanding.fetch_add(1, Ordering::AcqRel);
                 let sink = Sink {
@@ -468,7 +487,7 @@ impl Io {
                 if expects_continue && !conn.continued {
                     conn.continued = true;
                     outlet.backlog.extend_from_slice(b"HTTP/1.1 100 Continue\r\n\r\n");
-                    let _ = push_out(&mut outlet);
+                    let _ = conn.shared.push_out(&mut outlet);
                 }
                 drop(outlet);
                 if conn.end_of_input {
@@ -494,7 +513,7 @@ impl Io {
         conn.input = Vec::new();
         conn.mid_request = false;
         conn.linger_until = Some(Instant::now() + LINGER);
-        if push_out(&mut outlet) == Progress::Done {
+        if conn.shared.push_out(&mut outlet) == Progress::Done {
             let _ = outlet.stream.shutdown(std::net::Shutdown::Write);
         }
     }
@@ -505,7 +524,7 @@ impl Io {
         if outlet.backlog.is_empty() {
             return;
         }
-        match push_out(&mut outlet) {
+        match conn.shared.push_out(&mut outlet) {
             Progress::Blocked => {}
             Progress::Broken => {
                 drop(outlet);
@@ -528,7 +547,7 @@ impl Io {
         if outlet.phase != Phase::Reading || !outlet.backlog.is_empty() {
             return;
         }
-        let close = outlet.close || outlet.gone;
+        let close = outlet.close || conn.shared.is_gone();
         drop(outlet);
         conn.since = Instant::now();
         if close || (self.stopping && conn.input.is_empty()) {
@@ -542,7 +561,7 @@ impl Io {
     fn finish(&mut self, id: usize) {
         let Some(conn) = self.conns.get_mut(&id) else { return };
         let mut outlet = conn.shared.lock();
-        let gone = outlet.gone;
+        let gone = conn.shared.is_gone();
         outlet.phase = Phase::Lingering;
         let _ = outlet.stream.shutdown(std::net::Shutdown::Write);
         drop(outlet);
@@ -603,9 +622,8 @@ impl ReplySink for Sink {
     fn send(&mut self, reply: Reply) -> Delivery {
         let mut outlet = self.shared.lock();
         self.outstanding.fetch_sub(1, Ordering::AcqRel);
-        if outlet.phase == Phase::Closed || outlet.gone || peer_is_gone(&outlet.stream) {
-            outlet.gone = true;
-            self.shared.gone.store(true, Ordering::Release);
+        if outlet.phase == Phase::Closed || self.shared.is_gone() || peer_is_gone(outlet.stream.as_fd()) {
+            self.shared.mark_gone();
             if outlet.phase != Phase::Closed {
                 outlet.phase = Phase::Reading;
                 outlet.close = true;
@@ -617,7 +635,7 @@ impl ReplySink for Sink {
         let (head_only, close) = (outlet.head_only, outlet.close);
         write_reply(&mut outlet.backlog, &reply, head_only, close);
         outlet.phase = Phase::Reading;
-        let progress = push_out(&mut outlet);
+        let progress = self.shared.push_out(&mut outlet);
         // An idle connection needs nobody: its next request is an event of its own.
         let resume = outlet.close || outlet.unread || progress != Progress::Done;
         drop(outlet);
@@ -628,16 +646,8 @@ impl ReplySink for Sink {
     }
 
     fn is_gone(&self) -> bool {
-        self.shared.gone.load(Ordering::Acquire)
+        self.shared.is_gone()
     }
-}
-
-/// Whether the peer has closed, as far as the kernel knows at this moment.
-fn peer_is_gone(stream: &TcpStream) -> bool {
-    let mut poll = libc::pollfd { fd: stream.as_raw_fd(), events: libc::POLLRDHUP, revents: 0 };
-    // SAFETY: one valid pollfd, no timeout.
-    let ready = unsafe { libc::poll(&mut poll, 1, 0) };
-    ready > 0 && poll.revents & (libc::POLLRDHUP | libc::POLLHUP | libc::POLLERR) != 0
 }
 
 #[derive(PartialEq, Eq)]
@@ -645,249 +655,4 @@ enum Progress {
     Done,
     Blocked,
     Broken,
-}
-
-fn push_out(outlet: &mut Outlet) -> Progress {
-    while outlet.written < outlet.backlog.len() {
-        match outlet.stream.write(&outlet.backlog[outlet.written..]) {
-            Ok(0) => return Progress::Broken,
-            Ok(n) => outlet.written += n,
-            Err(error) if error.kind() == ErrorKind::WouldBlock => return Progress::Blocked,
-            Err(error) if error.kind() == ErrorKind::Interrupted => {}
-            Err(_) => {
-                outlet.gone = true;
-                outlet.backlog = Vec::new();
-                outlet.written = 0;
-                return Progress::Broken;
-            }
-        }
-    }
-    outlet.written = 0;
-    if outlet.backlog.capacity() > READ_BYTES {
-        outlet.backlog = Vec::new()
-    } else {
-        outlet.backlog.clear()
-    }
-    Progress::Done
-}
-
-fn code_of(status: u16) -> &'static str {
-    match status {
-        408 => "timeout",
-        413 => "too_large",
-        431 => "head_too_large",
-        501 => "not_implemented",
-        505 => "version",
-        _ => "bad_request",
-    }
-}
-
-fn reason(status: u16) -> &'static str {
-    match status {
-        200 => "OK",
-        201 => "Created",
-        204 => "No Content",
-        400 => "Bad Request",
-        401 => "Unauthorized",
-        403 => "Forbidden",
-        404 => "Not Found",
-        405 => "Method Not Allowed",
-        408 => "Request Timeout",
-        409 => "Conflict",
-        413 => "Content Too Large",
-        431 => "Request Header Fields Too Large",
-        500 => "Internal Server Error",
-        501 => "Not Implemented",
-        503 => "Service Unavailable",
-        505 => "HTTP Version Not Supported",
-        _ => "Status",
-    }
-}
-
-/// Appends a reply's bytes.
-pub(super) fn write_reply(out: &mut Vec<u8>, reply: &Reply, head_only: bool, close: bool) {
-    let _ = write!(out, "HTTP/1.1 {} {}\r\n", reply.status, reason(reply.status));
-    for (name, value) in &reply.headers {
-        let _ = write!(out, "{name}: {value}\r\n");
-    }
-    if reply.status != 204 {
-        let _ =
-            write!(out, "Content-Type: {}\r\nContent-Length: {}\r\n", reply.content_type, reply.body.len());
-    }
-    out.extend_from_slice(if close { b"Connection: close\r\n\r\n" } else { b"\r\n" });
-    if !head_only && reply.status != 204 {
-        out.extend_from_slice(&reply.body);
-    }
-}
-
-struct Head {
-    method: Method,
-    target: String,
-    authorization: Option<String>,
-    close: bool,
-}
-
-enum Parsed {
-    Whole { head: Head, body: Vec<u8>, length: usize },
-    More { expects_continue: bool },
-    Bad(u16, String),
-}
-
-/// Reads one request from the start of `input`.
-fn parse_request(input: &[u8], limits: &EdgeLimits) -> Parsed {
-    let bad = |text: &str| Parsed::Bad(400, text.to_owned());
-    // Empty lines before a request are allowed.
-    let skipped = input.iter().take_while(|byte| matches!(byte, b'\r' | b'\n')).count();
-    let text = &input[skipped..];
-    let mut headers = [httparse::EMPTY_HEADER; MAX_HEADERS];
-    let mut request = httparse::Request::new(&mut headers);
-    let too_large =
-        || Parsed::Bad(431, format!("the request line and headers exceed {MAX_HEAD_BYTES} bytes"));
-    let head_length = match request.parse(text) {
-        Ok(httparse::Status::Complete(n)) if n > MAX_HEAD_BYTES => return too_large(),
-        Ok(httparse::Status::Complete(n)) => n,
-        Ok(httparse::Status::Partial) if text.len() > MAX_HEAD_BYTES => return too_large(),
-        Ok(httparse::Status::Partial) => return Parsed::More { expects_continue: false },
-        Err(httparse::Error::TooManyHeaders) => {
-            return Parsed::Bad(431, format!("more than {MAX_HEADERS} headers"));
-        }
-        Err(httparse::Error::Version) => {
-            return Parsed::Bad(505, "only HTTP/1.0 and HTTP/1.1 are spoken".to_owned());
-        }
-        Err(error) => return Parsed::Bad(400, format!("the request cannot be read: {error}")),
-    };
-    let http_1_1 = request.version == Some(1);
-    let (mut length, mut chunked, mut close, mut keep, mut expects, mut hosts) =
-        (None, false, false, false, false, 0);
-    let mut authorization = None;
-    for header in request.headers.iter() {
-        let name = header.name;
-        let value = || std::str::from_utf8(header.value).map(str::trim);
-        if name.eq_ignore_ascii_case("content-length") {
-            let number = value()
-                .ok()
-                .filter(|text| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit()));
-            let Some(number) = number else { return bad("Content-Length is not a number") };
-            // More digits than fit are more than any limit.
-            let number = number.parse::<u64>().unwrap_or(u64::MAX);
-            if length.is_some_and(|before| before != number) {
-                return bad("several Content-Length headers that differ");
-            }
-            length = Some(number);
-        } else if name.eq_ignore_ascii_case("transfer-encoding") {
-            if chunked || !value().is_ok_and(|text| text.eq_ignore_ascii_case("chunked")) {
-                return Parsed::Bad(
-                    501,
-                    "the only Transfer-Encoding that is understood is chunked".to_owned(),
-                );
-            }
-            chunked = true;
-        } else if name.eq_ignore_ascii_case("connection") {
-            for token in value().unwrap_or("").split(',') {
-                close |= token.trim().eq_ignore_ascii_case("close");
-                keep |= token.trim().eq_ignore_ascii_case("keep-alive");
-            }
-        } else if name.eq_ignore_ascii_case("expect") {
-            expects = value().is_ok_and(|text| text.eq_ignore_ascii_case("100-continue"));
-        } else if name.eq_ignore_ascii_case("authorization") {
-            authorization = value().ok().map(str::to_owned);
-        } else if name.eq_ignore_ascii_case("host") {
-            hosts += 1;
-        }
-    }
-    if http_1_1 && hosts != 1 {
-        return bad("an HTTP/1.1 request has exactly one Host header");
-    }
-    if chunked && length.is_some() {
-        return bad("Content-Length and Transfer-Encoding together");
-    }
-    let too_long = |bytes: String| {
-        Parsed::Bad(
-            413,
-            format!("the body of {bytes} bytes exceeds the limit of {} (--max-body)", limits.max_body_bytes),
-        )
-    };
-    let rest = &text[head_length..];
-    let (body, taken) = if chunked {
-        match read_chunks(rest, limits.max_body_bytes) {
-            Chunks::Whole(body, taken) => (body, taken),
-            Chunks::More => return Parsed::More { expects_continue: expects },
-            Chunks::Bad => return bad("the chunked body cannot be read"),
-            Chunks::TooLong => return too_long("more".to_owned()),
-        }
-    } else {
-        let length = length.unwrap_or(0);
-        if length > limits.max_body_bytes as u64 {
-            return too_long(if length == u64::MAX { "very many".to_owned() } else { length.to_string() });
-        }
-        let length = length as usize;
-        if rest.len() < length {
-            return Parsed::More { expects_continue: expects && rest.is_empty() };
-        }
-        (rest[..length].to_vec(), length)
-    };
-    let target = request.path.unwrap_or("/");
-    // Of an absolute form, its path and query.
-    let target = match target.split_once("://") {
-        Some((_, behind)) if !target.starts_with('/') => behind.find('/').map_or("/", |at| &behind[at..]),
-        _ => target,
-    };
-    let head = Head {
-        method: match request.method.unwrap_or("") {
-            "GET" => Method::Get,
-            "HEAD" => Method::Head,
-            "POST" => Method::Post,
-            "PUT" => Method::Put,
-            "DELETE" => Method::Delete,
-            "PATCH" => Method::Patch,
-            "OPTIONS" => Method::Options,
-            _ => Method::Other,
-        },
-        target: target.to_owned(),
-        authorization,
-        close: close || (!http_1_1 && !keep),
-    };
-    Parsed::Whole { head, body, length: skipped + head_length + taken }
-}
-
-enum Chunks {
-    Whole(Vec<u8>, usize),
-    More,
-    Bad,
-    TooLong,
-}
-
-fn read_chunks(input: &[u8], limit: usize) -> Chunks {
-    let (mut body, mut at) = (Vec::new(), 0);
-    loop {
-        let (consumed, size) = match httparse::parse_chunk_size(&input[at..]) {
-            Ok(httparse::Status::Complete(found)) => found,
-            Ok(httparse::Status::Partial) if input.len() - at > 1024 => return Chunks::Bad,
-            Ok(httparse::Status::Partial) => return Chunks::More,
-            Err(_) => return Chunks::Bad,
-        };
-        at += consumed;
-        if size == 0 {
-            // Trailers are read over.
-            let mut trailers = [httparse::EMPTY_HEADER; MAX_HEADERS];
-            return match httparse::parse_headers(&input[at..], &mut trailers) {
-                Ok(httparse::Status::Complete((n, _))) => Chunks::Whole(body, at + n),
-                Ok(httparse::Status::Partial) if input.len() - at > MAX_HEAD_BYTES => Chunks::Bad,
-                Ok(httparse::Status::Partial) => Chunks::More,
-                Err(_) => Chunks::Bad,
-            };
-        }
-        if size > (limit - body.len()) as u64 {
-            return Chunks::TooLong;
-        }
-        let size = size as usize;
-        if input.len() - at < size + 2 {
-            return Chunks::More;
-        }
-        body.extend_from_slice(&input[at..at + size]);
-        if &input[at + size..at + size + 2] != b"\r\n" {
-            return Chunks::Bad;
-        }
-        at += size + 2;
-    }
 }

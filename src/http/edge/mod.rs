@@ -6,6 +6,7 @@
 
 pub mod event;
 pub mod tiny;
+mod wire;
 
 use std::sync::Arc;
 
@@ -44,6 +45,22 @@ pub enum Method {
     Other,
 }
 
+impl Method {
+    /// From the token of a request line.
+    pub fn of(token: &str) -> Self {
+        match token {
+            "GET" => Method::Get,
+            "HEAD" => Method::Head,
+            "POST" => Method::Post,
+            "PUT" => Method::Put,
+            "DELETE" => Method::Delete,
+            "PATCH" => Method::Patch,
+            "OPTIONS" => Method::Options,
+            _ => Method::Other,
+        }
+    }
+}
+
 /// One complete request.
 pub struct Request {
     /// The method.
@@ -65,8 +82,8 @@ pub type Handler = Arc<dyn Fn(Request) + Send + Sync>;
 pub trait Edge: Send {
     /// The address it listens on.
     fn local_addr(&self) -> std::net::SocketAddr;
-    /// Connections open now.
-    fn connections(&self) -> usize;
+    /// Tells how many connections are open, also after this value has moved.
+    fn counter(&self) -> Box<dyn Fn() -> usize + Send + Sync>;
     /// Stops accepting and reading new requests. Outstanding replies are still written.
     fn stop_accepting(&self);
     /// Waits at most `limit` for outstanding replies to be written, then closes

@@ -10,13 +10,13 @@
 use std::collections::HashMap;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::event::write_reply;
+use super::wire::{origin_form, peer_is_gone, write_reply};
 use super::{
     Delivery, Edge, EdgeLimits, Handler, MAX_HEAD_BYTES, Method, Reply, ReplyHandle, ReplySink, Request,
 };
@@ -75,8 +75,9 @@ impl Edge for TinyEdge {
         self.address
     }
 
-    fn connections(&self) -> usize {
-        self.shared.server.lock().map_or(0, |server| server.num_connections())
+    fn counter(&self) -> Box<dyn Fn() -> usize + Send + Sync> {
+        let shared = self.shared.clone();
+        Box::new(move || shared.server.lock().map_or(0, |server| server.num_connections()))
     }
 
     fn stop_accepting(&self) {
@@ -147,37 +148,12 @@ impl Shared {
     }
 
     fn handle(self: &Arc<Self>, mut request: tiny_http::Request) {
-        let method = match request.method() {
-            tiny_http::Method::Get => Method::Get,
-            tiny_http::Method::Head => Method::Head,
-            tiny_http::Method::Post => Method::Post,
-            tiny_http::Method::Put => Method::Put,
-            tiny_http::Method::Delete => Method::Delete,
-            tiny_http::Method::Patch => Method::Patch,
-            tiny_http::Method::Options => Method::Options,
-            _ => Method::Other,
-        };
+        let method = Method::of(request.method().as_str());
         let head = read_head(&request, self.limits.max_body_bytes);
-        let target = request.url().to_owned();
-        let target = match target.split_once("://") {
-            Some((_, behind)) if !target.starts_with('/') => {
-                behind.find('/').map_or("/".to_owned(), |at| behind[at..].to_owned())
-            }
-            _ => target,
-        };
+        let target = origin_form(request.url()).to_owned();
         let (authorization, keep) = match head {
             Ok(found) => found,
-            Err((status, text)) => {
-                let body =
-                    serde_json::json!({"success": false, "error": text, "code": "bad_request"}).to_string();
-                return respond(
-                    request,
-                    &Reply::json(status, body),
-                    method == Method::Head,
-                    true,
-                    self.address.port(),
-                );
-            }
+            Err((status, text)) => return self.refuse(request, status, &text),
         };
         let mut body = Vec::new();
         let limit = self.limits.max_body_bytes as u64;
@@ -187,15 +163,7 @@ impl Shared {
                 Err(error) => (400, format!("the body cannot be read: {error}")),
                 Ok(_) => (413, format!("the body exceeds the limit of {limit} bytes (--max-body)")),
             };
-            let body =
-                serde_json::json!({"success": false, "error": text, "code": "bad_request"}).to_string();
-            return respond(
-                request,
-                &Reply::json(status, body),
-                method == Method::Head,
-                true,
-                self.address.port(),
-            );
+            return self.refuse(request, status, &text);
         }
         self.outstanding.fetch_add(1, Ordering::AcqRel);
         let socket = request.remote_addr().and_then(|peer| socket_of(*peer, self.address.port()));
@@ -209,6 +177,15 @@ impl Shared {
         };
         let reply = ReplyHandle::new(Box::new(sink));
         (self.handler)(Request { method, target, authorization, body, reply });
+    }
+}
+
+impl Shared {
+    /// Answers a request that cannot be read, and ends the connection.
+    fn refuse(&self, request: tiny_http::Request, status: u16, text: &str) {
+        let body = serde_json::json!({"success": false, "error": text, "code": "bad_request"}).to_string();
+        let head_only = *request.method() == tiny_http::Method::Head;
+        respond(request, &Reply::json(status, body), head_only, true, self.address.port());
     }
 }
 
@@ -288,7 +265,7 @@ impl ReplySink for Sink {
     }
 
     fn is_gone(&self) -> bool {
-        self.socket.as_ref().is_some_and(is_closed)
+        self.socket.as_ref().is_some_and(|socket| peer_is_gone(socket.as_fd()))
     }
 }
 
@@ -319,13 +296,4 @@ fn socket_of(peer: SocketAddr, port: u16) -> Option<OwnedFd> {
     let copy = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 0) };
     // SAFETY: the new descriptor is owned by nobody else.
     (copy >= 0).then(|| unsafe { OwnedFd::from_raw_fd(copy) })
-}
-
-/// Whether the peer has closed.
-fn is_closed(socket: &OwnedFd) -> bool {
-    use std::os::fd::AsRawFd;
-    let mut poll = libc::pollfd { fd: socket.as_raw_fd(), events: libc::POLLRDHUP, revents: 0 };
-    // SAFETY: one valid pollfd, no timeout.
-    let ready = unsafe { libc::poll(&mut poll, 1, 0) };
-    ready > 0 && poll.revents & (libc::POLLRDHUP | libc::POLLHUP | libc::POLLERR) != 0
 }

@@ -1,0 +1,245 @@
+//! The bytes of HTTP/1.x, for both edges: requests out of input, replies into output.
+
+use std::io::Write;
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+use super::{EdgeLimits, MAX_HEAD_BYTES, Method, Reply};
+
+/// Headers of one request.
+const MAX_HEADERS: usize = 100;
+
+/// Whether the peer has closed, as far as the kernel knows at this moment.
+pub fn peer_is_gone(socket: BorrowedFd<'_>) -> bool {
+    let mut poll = libc::pollfd { fd: socket.as_raw_fd(), events: libc::POLLRDHUP, revents: 0 };
+    // SAFETY: one valid pollfd, no timeout.
+    let ready = unsafe { libc::poll(&mut poll, 1, 0) };
+    ready > 0 && poll.revents & (libc::POLLRDHUP | libc::POLLHUP | libc::POLLERR) != 0
+}
+
+/// Path and query of a target, also of one in absolute form.
+pub fn origin_form(target: &str) -> &str {
+    match target.split_once("://") {
+        Some((_, behind)) if !target.starts_with('/') => behind.find('/').map_or("/", |at| &behind[at..]),
+        _ => target,
+    }
+}
+
+/// The code of a refusal that comes from the wire.
+pub fn code_of(status: u16) -> &'static str {
+    match status {
+        408 => "timeout",
+        413 => "too_large",
+        431 => "head_too_large",
+        501 => "not_implemented",
+        505 => "version",
+        _ => "bad_request",
+    }
+}
+
+fn reason(status: u16) -> &'static str {
+    match status {
+        200 => "OK",
+        201 => "Created",
+        204 => "No Content",
+        400 => "Bad Request",
+        401 => "Unauthorized",
+        403 => "Forbidden",
+        404 => "Not Found",
+        405 => "Method Not Allowed",
+        408 => "Request Timeout",
+        409 => "Conflict",
+        413 => "Content Too Large",
+        431 => "Request Header Fields Too Large",
+        500 => "Internal Server Error",
+        501 => "Not Implemented",
+        503 => "Service Unavailable",
+        505 => "HTTP Version Not Supported",
+        _ => "Status",
+    }
+}
+
+/// Appends a reply's bytes.
+pub fn write_reply(out: &mut Vec<u8>, reply: &Reply, head_only: bool, close: bool) {
+    let _ = write!(out, "HTTP/1.1 {} {}\r\n", reply.status, reason(reply.status));
+    for (name, value) in &reply.headers {
+        let _ = write!(out, "{name}: {value}\r\n");
+    }
+    if reply.status != 204 {
+        let _ =
+            write!(out, "Content-Type: {}\r\nContent-Length: {}\r\n", reply.content_type, reply.body.len());
+    }
+    out.extend_from_slice(if close { b"Connection: close\r\n\r\n" } else { b"\r\n" });
+    if !head_only && reply.status != 204 {
+        out.extend_from_slice(&reply.body);
+    }
+}
+
+/// A request without its body.
+pub struct Head {
+    /// Its method.
+    pub method: Method,
+    /// Path and query.
+    pub target: String,
+    /// Credentials as sent.
+    pub authorization: Option<String>,
+    /// The connection ends with the answer.
+    pub close: bool,
+}
+
+/// What the input holds.
+pub enum Parsed {
+    /// A request, and how much of the input it took.
+    #[allow(missing_docs)]
+    Whole { head: Head, body: Vec<u8>, length: usize },
+    /// The start of one.
+    More {
+        /// Its client waits for a 100 before it sends the body.
+        expects_continue: bool,
+    },
+    /// None: status and reason of the refusal.
+    Bad(u16, String),
+}
+
+/// Reads one request from the start of `input`.
+pub fn parse_request(input: &[u8], limits: &EdgeLimits) -> Parsed {
+    let bad = |text: &str| Parsed::Bad(400, text.to_owned());
+    // Empty lines before a request are allowed.
+    let skipped = input.iter().take_while(|byte| matches!(byte, b'\r' | b'\n')).count();
+    let text = &input[skipped..];
+    let mut headers = [httparse::EMPTY_HEADER; MAX_HEADERS];
+    let mut request = httparse::Request::new(&mut headers);
+    let too_large =
+        || Parsed::Bad(431, format!("the request line and headers exceed {MAX_HEAD_BYTES} bytes"));
+    let head_length = match request.parse(text) {
+        Ok(httparse::Status::Complete(n)) if n > MAX_HEAD_BYTES => return too_large(),
+        Ok(httparse::Status::Complete(n)) => n,
+        Ok(httparse::Status::Partial) if text.len() > MAX_HEAD_BYTES => return too_large(),
+        Ok(httparse::Status::Partial) => return Parsed::More { expects_continue: false },
+        Err(httparse::Error::TooManyHeaders) => {
+            return Parsed::Bad(431, format!("more than {MAX_HEADERS} headers"));
+        }
+        Err(httparse::Error::Version) => {
+            return Parsed::Bad(505, "only HTTP/1.0 and HTTP/1.1 are spoken".to_owned());
+        }
+        Err(error) => return Parsed::Bad(400, format!("the request cannot be read: {error}")),
+    };
+    let http_1_1 = request.version == Some(1);
+    let (mut length, mut chunked, mut close, mut keep, mut expects, mut hosts) =
+        (None, false, false, false, false, 0);
+    let mut authorization = None;
+    for header in request.headers.iter() {
+        let name = header.name;
+        let value = || std::str::from_utf8(header.value).map(str::trim);
+        if name.eq_ignore_ascii_case("content-length") {
+            let number = value()
+                .ok()
+                .filter(|text| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit()));
+            let Some(number) = number else { return bad("Content-Length is not a number") };
+            // More digits than fit are more than any limit.
+            let number = number.parse::<u64>().unwrap_or(u64::MAX);
+            if length.is_some_and(|before| before != number) {
+                return bad("several Content-Length headers that differ");
+            }
+            length = Some(number);
+        } else if name.eq_ignore_ascii_case("transfer-encoding") {
+            if chunked || !value().is_ok_and(|text| text.eq_ignore_ascii_case("chunked")) {
+                return Parsed::Bad(
+                    501,
+                    "the only Transfer-Encoding that is understood is chunked".to_owned(),
+                );
+            }
+            chunked = true;
+        } else if name.eq_ignore_ascii_case("connection") {
+            for token in value().unwrap_or("").split(',') {
+                close |= token.trim().eq_ignore_ascii_case("close");
+                keep |= token.trim().eq_ignore_ascii_case("keep-alive");
+            }
+        } else if name.eq_ignore_ascii_case("expect") {
+            expects = value().is_ok_and(|text| text.eq_ignore_ascii_case("100-continue"));
+        } else if name.eq_ignore_ascii_case("authorization") {
+            authorization = value().ok().map(str::to_owned);
+        } else if name.eq_ignore_ascii_case("host") {
+            hosts += 1;
+        }
+    }
+    if http_1_1 && hosts != 1 {
+        return bad("an HTTP/1.1 request has exactly one Host header");
+    }
+    if chunked && length.is_some() {
+        return bad("Content-Length and Transfer-Encoding together");
+    }
+    let too_long = |bytes: String| {
+        Parsed::Bad(
+            413,
+            format!("the body of {bytes} bytes exceeds the limit of {} (--max-body)", limits.max_body_bytes),
+        )
+    };
+    let rest = &text[head_length..];
+    let (body, taken) = if chunked {
+        match read_chunks(rest, limits.max_body_bytes) {
+            Chunks::Whole(body, taken) => (body, taken),
+            Chunks::More => return Parsed::More { expects_continue: expects },
+            Chunks::Bad => return bad("the chunked body cannot be read"),
+            Chunks::TooLong => return too_long("more".to_owned()),
+        }
+    } else {
+        let length = length.unwrap_or(0);
+        if length > limits.max_body_bytes as u64 {
+            return too_long(if length == u64::MAX { "very many".to_owned() } else { length.to_string() });
+        }
+        let length = length as usize;
+        if rest.len() < length {
+            return Parsed::More { expects_continue: expects && rest.is_empty() };
+        }
+        (rest[..length].to_vec(), length)
+    };
+    let head = Head {
+        method: Method::of(request.method.unwrap_or("")),
+        target: origin_form(request.path.unwrap_or("/")).to_owned(),
+        authorization,
+        close: close || (!http_1_1 && !keep),
+    };
+    Parsed::Whole { head, body, length: skipped + head_length + taken }
+}
+
+enum Chunks {
+    Whole(Vec<u8>, usize),
+    More,
+    Bad,
+    TooLong,
+}
+
+fn read_chunks(input: &[u8], limit: usize) -> Chunks {
+    let (mut body, mut at) = (Vec::new(), 0);
+    loop {
+        let (consumed, size) = match httparse::parse_chunk_size(&input[at..]) {
+            Ok(httparse::Status::Complete(found)) => found,
+            Ok(httparse::Status::Partial) if input.len() - at > 1024 => return Chunks::Bad,
+            Ok(httparse::Status::Partial) => return Chunks::More,
+            Err(_) => return Chunks::Bad,
+        };
+        at += consumed;
+        if size == 0 {
+            // Trailers are read over.
+            let mut trailers = [httparse::EMPTY_HEADER; MAX_HEADERS];
+            return match httparse::parse_headers(&input[at..], &mut trailers) {
+                Ok(httparse::Status::Complete((n, _))) => Chunks::Whole(body, at + n),
+                Ok(httparse::Status::Partial) if input.len() - at > MAX_HEAD_BYTES => Chunks::Bad,
+                Ok(httparse::Status::Partial) => Chunks::More,
+                Err(_) => Chunks::Bad,
+            };
+        }
+        if size > (limit - body.len()) as u64 {
+            return Chunks::TooLong;
+        }
+        let size = size as usize;
+        if input.len() - at < size + 2 {
+            return Chunks::More;
+        }
+        body.extend_from_slice(&input[at..at + size]);
+        if &input[at + size..at + size + 2] != b"\r\n" {
+            return Chunks::Bad;
+        }
+        at += size + 2;
+    }
+}
