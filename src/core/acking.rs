@@ -325,10 +325,7 @@ impl Engine {
     /// Answers a request; what is not settled by now is not going to be.
     pub(super) fn answer_ack(&mut self, waiting: DeferredAck) {
         if waiting.outcomes.iter().any(Option::is_none) {
-            let text = format!(
-                "the database is not available, nothing was changed; repeat the call: {}",
-                self.link.last_error()
-            );
+            let text = self.link.refusal();
             return self.refuse_ack(waiting, &text);
         }
         self.metrics.acks.inc();

@@ -298,7 +298,7 @@ impl Engine {
             }
         }
         if took {
-            self.answer_visit(*visit);
+            self.deliver(visit.job, visit.lease, &visit.deliveries, &visit.spans);
             // There may be more: the next one tries at once.
             if let Some(state) = self.discovery.states.get_mut(&key)
                 && let Some(seq) = state.jobs.keys().next().copied()
@@ -321,18 +321,6 @@ impl Engine {
             }
         }
         self.send_out(&key);
-    }
-
-    fn answer_visit(&mut self, visit: Visit) {
-        let lease = (!visit.job.request.auto_ack).then_some(visit.lease);
-        let partitions: Vec<(Arc<str>, Uuid)> =
-            visit.deliveries.iter().map(|d| (d.queue.as_str().into(), d.partition_id)).collect();
-        let spans = partitions
-            .iter()
-            .zip(&visit.spans)
-            .map(|((queue, id), (first, ms))| (queue.clone(), *id, *first, *ms));
-        let spans: Vec<_> = spans.collect();
-        self.deliver(visit.job, lease, &visit.deliveries, spans);
     }
 
     /// A watched (queue, group) has work.

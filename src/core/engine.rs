@@ -221,18 +221,12 @@ impl Engine {
     }
 
     fn refuse_all(&mut self) {
-        let reply = Reply::from(&ApiError::unavailable(format!(
-            "the database is not available, nothing was changed; repeat the call: {}",
-            self.link.last_error()
-        )));
+        let text = self.link.refusal();
+        let reply = Reply::from(&ApiError::unavailable(&*text));
         self.metrics.database_errors.inc();
         for job in self.pushes.drain(..).chain(self.busy_pushes.drain(..).map(|(_, job)| job)) {
             job.reply.send(reply.clone());
         }
-        let text = format!(
-            "the database is not available, nothing was changed; repeat the call: {}",
-            self.link.last_error()
-        );
         let busy = std::mem::take(&mut self.busy_acks).into_iter().map(|(_, job)| job);
         for job in std::mem::take(&mut self.acks).into_iter().chain(busy) {
             self.refuse_ack(job, &text);
@@ -419,12 +413,7 @@ impl Engine {
         let now = self.now;
         match opened.result {
             Ok(found) => {
-                let group = self
-                    .groups
-                    .entry(key.0.clone())
-                    .or_default()
-                    .entry(key.1.clone())
-                    .or_insert_with(|| GroupState::new(now));
+                let group = group_or_new(&mut self.groups, &key, now);
                 let queue_id = found.info.id;
                 group.phase = Phase::Open;
                 group.info = Some(found.info);
@@ -544,7 +533,6 @@ impl Engine {
                 wake |= !names.is_empty();
                 group.targeted_ready.extend(names);
             }
-            let backoff = group.backoff;
             wake |= group.ring.has_ready() && group.has_waiters();
             self.continue_pages(key);
             if wake {
@@ -552,9 +540,6 @@ impl Engine {
                 self.dirty.insert(key.clone());
                 self.tell_watchers(key);
                 wake = false;
-            }
-            if let Some(group) = group_mut(&mut self.groups, key) {
-                group.backoff = backoff;
             }
         }
         let Some(group) = group_mut(&mut self.groups, key) else { return };
@@ -701,6 +686,16 @@ pub(super) fn group_mut<'a>(
     key: &GroupKey,
 ) -> Option<&'a mut GroupState> {
     groups.get_mut(&key.0)?.get_mut(&key.1)
+}
+
+/// A (queue, group)'s state, made if there is none.
+pub(super) fn group_or_new<'a>(
+    groups: &'a mut HashMap<Arc<str>, HashMap<Arc<str>, GroupState>>,
+    key: &GroupKey,
+    now: Instant,
+) -> &'a mut GroupState {
+    let of_queue = groups.entry(key.0.clone()).or_default();
+    of_queue.entry(key.1.clone()).or_insert_with(|| GroupState::new(now))
 }
 
 /// A database error as a client sees it.

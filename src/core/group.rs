@@ -9,7 +9,6 @@ use uuid::Uuid;
 
 use super::discovery::DiscoveryKey;
 use super::inbox::PopJob;
-use super::popping::Known;
 use super::ring::Ring;
 use crate::broker::pop::PopTarget;
 use crate::store::group::{PendingPartition, QueueInfo};
@@ -81,9 +80,9 @@ pub struct GroupState {
     /// Partitions to try for their targeted pops.
     pub targeted_ready: Vec<Arc<str>>,
     /// Pops that do not wait, to be dismissed when the round is over.
-    pub impatient: Vec<u64>,
+    pub impatient: BTreeSet<u64>,
     /// Ids of partitions that targeted pops have named.
-    pub known: Known,
+    pub known: HashMap<Arc<str>, Uuid>,
     /// Discovery keys (and their home core) to be told of the next wake.
     pub watchers: Vec<(usize, Arc<DiscoveryKey>)>,
     /// When waiting pops were last woken.
@@ -116,8 +115,8 @@ impl GroupState {
             wildcard: BTreeSet::new(),
             targeted: HashMap::new(),
             targeted_ready: Vec::new(),
-            impatient: Vec::new(),
-            known: Known::new(),
+            impatient: BTreeSet::new(),
+            known: HashMap::new(),
             watchers: Vec::new(),
             last_wake: None,
             gate_due: None,
@@ -135,6 +134,8 @@ impl GroupState {
     pub fn park(&mut self, seq: u64, job: Box<PopJob>) {
         if let Some(deadline) = job.deadline() {
             self.deadlines.insert((deadline, seq));
+        } else {
+            self.impatient.insert(seq);
         }
         if let Some(fill) = job.fill_until {
             self.fills.insert((fill, seq));
@@ -158,6 +159,7 @@ impl GroupState {
     /// Takes a pop out, to be tried or answered.
     pub fn unpark(&mut self, seq: u64) -> Option<Box<PopJob>> {
         let job = self.jobs.remove(&seq)?;
+        self.impatient.remove(&seq);
         if let Some(deadline) = job.deadline() {
             self.deadlines.remove(&(deadline, seq));
         }

@@ -8,7 +8,7 @@ use uuid::Uuid;
 use super::discovery::{DiscoveryKey, Visit};
 use crate::broker::ack::AckRequest;
 use crate::broker::answer::ReplyHandle;
-use crate::broker::pop::{PopRequest, StartAt};
+use crate::broker::pop::{PopRequest, PopTarget, StartAt};
 use crate::broker::push::PushRequest;
 use crate::store::group::{PendingPartition, QueueInfo};
 use crate::store::{Conn, StoreError};
@@ -86,6 +86,14 @@ pub struct PopJob {
 }
 
 impl PopJob {
+    /// The partition it names, if it is a targeted pop.
+    pub fn partition(&self) -> Option<&str> {
+        match &self.request.target {
+            PopTarget::Partition(_, partition) => Some(partition),
+            _ => None,
+        }
+    }
+
     /// When it is answered with nothing, if it waits at all.
     pub fn deadline(&self) -> Option<Instant> {
         self.request.wait.map(|wait| self.arrived + wait)

@@ -46,9 +46,9 @@ impl Link {
         self.down_since.map_or(Duration::ZERO, |since| now.saturating_duration_since(since))
     }
 
-    /// Why.
-    pub fn last_error(&self) -> &str {
-        &self.error
+    /// What a request is told that needs it.
+    pub fn refusal(&self) -> String {
+        format!("the database is not available, nothing was changed; repeat the call: {}", self.error)
     }
 
     /// Runs a call. After a pause the connection is first looked at, so that a

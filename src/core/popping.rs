@@ -1,14 +1,13 @@
 //! Pops: parking, choosing candidates, claiming for many at once, answering.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use uuid::Uuid;
 
 use super::discovery::Visit;
-use super::engine::{Engine, GroupKey, group_mut, store_error};
-use super::group::{GroupState, Pages, Phase};
+use super::engine::{Engine, GroupKey, group_mut, group_or_new, store_error};
+use super::group::{Pages, Phase};
 use super::inbox::{PopJob, Settled, start_mode};
 use super::leases::{Span, new_lease_id};
 use super::ring::Verdict;
@@ -76,12 +75,7 @@ impl Engine {
         };
         let (now, index) = (self.now, self.index);
         let seq = self.next_seq();
-        let group = self
-            .groups
-            .entry(key.0.clone())
-            .or_default()
-            .entry(key.1.clone())
-            .or_insert_with(|| GroupState::new(now));
+        let group = group_or_new(&mut self.groups, &key, now);
         group.used_at = now;
         if !group.has_waiters() {
             group.backoff = super::group::RECHECK_FIRST;
@@ -90,9 +84,6 @@ impl Engine {
         let (impatient, start) = (job.request.wait.is_none(), job.request.start);
         job.fill_until = None;
         group.park(seq, job);
-        if impatient {
-            group.impatient.push(seq);
-        }
         match partition {
             None if group.phase == Phase::Unseen => {
                 group.phase = Phase::Opening;
@@ -156,17 +147,16 @@ impl Engine {
         }
         let looking =
             group.phase == Phase::Opening || (group.phase == Phase::Open && group.pages == Pages::Loading);
-        let mut kept = Vec::new();
-        for seq in std::mem::take(&mut group.impatient) {
-            let wildcard = group.wildcard.contains(&seq);
-            if wildcard && looking {
-                kept.push(seq);
-            } else if let Some(job) = group.unpark(seq) {
+        let impatient: Vec<u64> = group.impatient.iter().copied().collect();
+        for seq in impatient {
+            if looking && group.wildcard.contains(&seq) {
+                continue;
+            }
+            if let Some(job) = group.unpark(seq) {
                 self.metrics.pop_empty.inc();
                 job.reply.send(Reply::no_content());
             }
         }
-        group.impatient = kept;
         self.schedule(key);
         true
     }
@@ -460,50 +450,34 @@ impl Engine {
         let Attempt { key, pop, lease, candidates } = attempt;
         match pop {
             Popper::Waiting(seq, job) if deliveries.is_empty() => {
-                let targeted = match &job.request.target {
-                    PopTarget::Partition(_, name) => Some(name.clone()),
-                    _ => None,
-                };
-                let impatient = job.request.wait.is_none();
+                let targeted = job.partition().map(Arc::<str>::from);
                 let Some(group) = group_mut(&mut self.groups, &key) else {
                     job.reply.send(Reply::no_content());
                     return;
                 };
                 group.park(seq, job);
-                if impatient && !group.impatient.contains(&seq) {
-                    group.impatient.push(seq);
-                }
                 // A cursor was made, or the partition is another one now.
                 if let Some(name) = targeted
                     && let Some(id) = candidates.first()
-                    && let Some(targeted) = group.targeted.get_mut(name.as_str())
+                    && let Some(targeted) = group.targeted.get_mut(&name)
                 {
-                    if group.known.get(name.as_str()).is_some_and(|known| known == id) {
+                    if group.known.get(&name).is_some_and(|known| known == id) {
                         targeted.partition = Some(*id);
                     }
                     if group.ring.is_ready(*id) || targeted.partition.is_none() {
-                        group.targeted_ready.push(name.as_str().into());
+                        group.targeted_ready.push(name);
                     }
                 }
                 self.schedule(&key);
             }
             Popper::Waiting(_, job) => {
-                let targeted = match &job.request.target {
-                    PopTarget::Partition(_, name) => Some(name.clone()),
-                    _ => None,
-                };
-                let spans = deliveries
-                    .iter()
-                    .zip(spans)
-                    .map(|(d, (first, ms))| (key.0.clone(), d.partition_id, first, ms));
-                let spans: Vec<_> = spans.collect();
-                let leased = (!job.request.auto_ack).then_some(lease);
-                self.deliver(job, leased, &deliveries, spans);
+                let targeted = job.partition().map(Arc::<str>::from);
+                self.deliver(job, lease, &deliveries, &spans);
                 if let Some(name) = targeted
                     && let Some(group) = group_mut(&mut self.groups, &key)
                     && candidates.first().is_some_and(|id| group.ring.is_ready(*id))
                 {
-                    group.targeted_ready.push(name.as_str().into());
+                    group.targeted_ready.push(name);
                 }
             }
             Popper::Visiting(mut visit) => {
@@ -531,13 +505,15 @@ impl Engine {
     }
 
     /// Answers a pop with what was claimed for it; gives it back if nobody is there to take it.
+    /// `spans`: per delivery, its first offset and how long its lease lasts in milliseconds.
     pub(super) fn deliver(
         &mut self,
         job: Box<PopJob>,
-        lease: Option<Uuid>,
+        lease: Uuid,
         deliveries: &[Delivery],
-        spans: Vec<(Arc<str>, Uuid, i64, u64)>,
+        spans: &[(i64, u64)],
     ) {
+        let lease = (!job.request.auto_ack).then_some(lease);
         let answer = match pop::answer(&job.request, lease, deliveries) {
             Ok(answer) => answer,
             Err(error) => {
@@ -553,11 +529,14 @@ impl Engine {
         };
         let group = job.group.clone();
         if let Some(lease) = lease {
-            let lasts = spans.iter().map(|span| span.3).max().unwrap_or(0);
-            let remembered = spans
+            let lasts = spans.iter().map(|(_, lasts)| *lasts).max().unwrap_or(0);
+            let remembered = deliveries
                 .iter()
+                .zip(spans)
                 .zip(answer.hashes)
-                .map(|((queue, id, first, _), hashes)| Span::new(*id, queue.clone(), *first, hashes))
+                .map(|((d, (first, _)), hashes)| {
+                    Span::new(d.partition_id, d.queue.as_str().into(), *first, hashes)
+                })
                 .collect();
             self.leases.insert(lease, group.clone(), Duration::from_millis(lasts), remembered);
         }
@@ -566,18 +545,19 @@ impl Engine {
         if job.reply.send(Reply::json(200, answer.body)) == Written::Gone
             && let Some(lease) = lease
         {
-            self.give_back(lease, &group, spans);
+            self.give_back(lease, &group, deliveries);
         }
     }
 
     /// Ends a lease that nobody received.
-    fn give_back(&mut self, lease: Uuid, group: &Arc<str>, spans: Vec<(Arc<str>, Uuid, i64, u64)>) {
-        let partitions: Vec<Uuid> = spans.iter().map(|span| span.1).collect();
+    fn give_back(&mut self, lease: Uuid, group: &Arc<str>, deliveries: &[Delivery]) {
+        let partitions: Vec<Uuid> = deliveries.iter().map(|delivery| delivery.partition_id).collect();
         let groups: Vec<&str> = vec![group; partitions.len()];
         let leases = vec![lease; partitions.len()];
         match self.call(|conn| claim::unclaim(conn, &partitions, &groups, &leases)) {
             Ok(_) => {
-                for (queue, partition, ..) in spans {
+                for delivery in deliveries {
+                    let (queue, partition) = (delivery.queue.as_str().into(), delivery.partition_id);
                     self.leases.release(lease, partition);
                     self.settle(Settled { queue, group: group.clone(), partition, pending: true });
                 }
@@ -599,17 +579,10 @@ impl Engine {
             }
             match pop {
                 Popper::Waiting(seq, job) if hold => {
-                    let targeted = match &job.request.target {
-                        PopTarget::Partition(_, name) => Some(Arc::from(name.as_str())),
-                        _ => None,
-                    };
-                    let impatient = job.request.wait.is_none();
+                    let targeted = job.partition().map(Arc::<str>::from);
                     let Some(group) = group_mut(&mut self.groups, &key) else { continue };
                     group.park(seq, job);
                     group.targeted_ready.extend(targeted);
-                    if impatient && !group.impatient.contains(&seq) {
-                        group.impatient.push(seq);
-                    }
                     self.dirty.insert(key.clone());
                     self.schedule(&key);
                 }
@@ -639,7 +612,6 @@ impl Engine {
                 .filter(|(_, job)| job.arrived >= since || job.request.wait.is_none())
                 .map(|(seq, _)| *seq)
                 .collect();
-            group.impatient.clear();
             for job in fresh.into_iter().filter_map(|seq| group.unpark(seq)) {
                 job.reply.send(reply.clone());
             }
@@ -672,9 +644,6 @@ fn slices(segments: Vec<ClaimedSegment>, first: i64, end: i64) -> Vec<SegmentSli
         })
         .collect()
 }
-
-/// Ids of a group's partitions by name.
-pub type Known = HashMap<Arc<str>, Uuid>;
 
 #[cfg(test)]
 mod tests {
