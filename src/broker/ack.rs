@@ -14,6 +14,8 @@ use super::time;
 
 /// What an ack under a lease is told that is not, or no longer, the partition's.
 pub const INVALID_LEASE: &str = "invalid or expired lease";
+/// Why a message is dead-lettered when nobody said why.
+pub const EXHAUSTED: &str = "Retries exhausted";
 /// Most items of one call.
 pub const MAX_ITEMS: usize = 100_000;
 /// Longest reason kept with a dead letter, in bytes.
@@ -35,6 +37,13 @@ pub enum AckStatus {
     Failed,
     /// To the dead letters at once.
     DeadLetter,
+}
+
+impl AckStatus {
+    /// How SQL knows it: 0 completed, 1 retry, 2 failed, 3 dead-letter; the higher wins.
+    pub fn code(self) -> i16 {
+        self as i16
+    }
 }
 
 /// A parsed `ack` or `ack/batch`.

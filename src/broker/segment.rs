@@ -186,6 +186,38 @@ fn read_frame(body: &[u8]) -> Result<Frame<'_>, CorruptSegment> {
     Ok(Frame { message_id: Uuid::from_bytes(*id), trace_id, own_transaction_id, producer_sub, payload: rest })
 }
 
+/// Largest segment unpacked, in bytes, and in messages: what a pop of one message has to read at most.
+const SEGMENT_BYTES: usize = 256 * 1024;
+const SEGMENT_MESSAGES: usize = 1_000;
+
+/// One segment to be.
+pub struct Run<'a> {
+    /// Its first message, counted from the first one cut.
+    pub base: usize,
+    /// 16 bytes per message.
+    pub hashes: Vec<u8>,
+    /// Its frames.
+    pub frames: Cow<'a, [u8]>,
+}
+
+/// Cuts messages (frame, hash of the transaction id) into segments.
+pub fn cut<'a>(messages: impl Iterator<Item = (&'a [u8], u128)>) -> Vec<Run<'a>> {
+    let mut runs: Vec<Run<'a>> = Vec::new();
+    for (base, (frame, hash)) in messages.enumerate() {
+        match runs.last_mut() {
+            Some(run)
+                if run.frames.len() + frame.len() <= SEGMENT_BYTES
+                    && run.hashes.len() / 16 < SEGMENT_MESSAGES =>
+            {
+                run.frames.to_mut().extend_from_slice(frame);
+                run.hashes.extend_from_slice(&hash.to_be_bytes());
+            }
+            _ => runs.push(Run { base, hashes: hash.to_be_bytes().to_vec(), frames: Cow::Borrowed(frame) }),
+        }
+    }
+    runs
+}
+
 /// Packs segments; keeps its compressor between calls.
 pub struct Packer {
     zstd: Option<zstd::bulk::Compressor<'static>>,

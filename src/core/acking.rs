@@ -10,7 +10,6 @@ use super::engine::{BUSY_LIMIT, Engine, store_error};
 use super::inbox::{AckJob, ExtendJob, Settled};
 use crate::broker::ack::{self, AckOutcome, AckStatus, INVALID_LEASE};
 use crate::broker::answer::Reply;
-use crate::broker::segment;
 use crate::store::StoreError;
 use crate::store::ack::{Ack, AckAction, AckVerdict, Snapshot};
 
@@ -213,12 +212,7 @@ impl Engine {
                 let Some(offset) = offset else { continue };
                 args.item.push(index as i32 + 1);
                 args.offset.push(*offset);
-                args.status.push(match work[*job].job.request.items[*item].status {
-                    AckStatus::Completed => 0,
-                    AckStatus::Retry => 1,
-                    AckStatus::Failed => 2,
-                    AckStatus::DeadLetter => 3,
-                });
+                args.status.push(work[*job].job.request.items[*item].status.code());
             }
             if let Some(snapshot) = &unit.snapshot {
                 args.snapshots.push(Snapshot { item: index as i32 + 1, ..snapshot.clone() });
@@ -240,12 +234,17 @@ impl Engine {
             .filter(|(_, at)| *at == Some(offset))
             .chain(signals())
             .find_map(|(item, _)| item.error.clone())
-            .unwrap_or_else(|| "Retries exhausted".to_owned());
+            .unwrap_or_else(|| ack::EXHAUSTED.to_owned());
         let (partition, offsets) = ([unit.partition], [offset]);
         let mut found = self.call(|conn| crate::store::push::segments_at(conn, &partition, &offsets))?;
-        let stored = found.pop().flatten();
+        if let Some(snapshot) = found.pop().flatten().and_then(|stored| Snapshot::of(&stored, offset, &said))
+        {
+            return Ok(snapshot);
+        }
+        // Retention took the message between its delivery and now: the cursor must
+        // still get past it, and what is known of it is kept.
         let item = signals().find(|(_, at)| *at == Some(offset)).map(|(item, _)| item);
-        let mut snapshot = Snapshot {
+        Ok(Snapshot {
             item: 1,
             offset,
             message_id: Uuid::nil(),
@@ -254,28 +253,9 @@ impl Engine {
             trace_id: None,
             producer_sub: None,
             payload: b"null".to_vec(),
-            error: said,
+            error: said + " (the message itself is no longer stored)",
             created: crate::store::Micros(0),
-        };
-        let unpacked =
-            stored.as_ref().and_then(|s| segment::unpack(s.codec, &s.data).ok().map(|raw| (s, raw)));
-        if let Some((stored, raw)) = unpacked {
-            let mut frames = segment::frames(&raw);
-            frames.skip_frames((offset - stored.base_offset) as usize);
-            if let Some(Ok(frame)) = frames.next() {
-                snapshot.message_id = frame.message_id;
-                snapshot.transaction_id = frame.transaction_id(&mut [0; 36]).to_owned();
-                snapshot.trace_id = frame.trace_id;
-                snapshot.producer_sub = frame.producer_sub.map(str::to_owned);
-                snapshot.payload = frame.payload.to_vec();
-                snapshot.created = stored.created;
-                return Ok(snapshot);
-            }
-        }
-        // Retention took the message between its delivery and now: the cursor must
-        // still get past it, and what is known of it is kept.
-        snapshot.error.push_str(" (the message itself is no longer stored)");
-        Ok(snapshot)
+        })
     }
 
     // ---- outcomes -----------------------------------------------------------------

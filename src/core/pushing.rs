@@ -1,6 +1,5 @@
 //! Pushes: everything that waits becomes one append, one commit.
 
-use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,19 +16,14 @@ use crate::broker::push::{self, PushStatus};
 use crate::broker::queue_options::namespace_and_task_of;
 use crate::broker::segment;
 use crate::store::StoreError;
-use crate::store::push::{Append, AppendVerdict, HashRun};
+use crate::store::push::{Append, AppendVerdict, GAP_MESSAGES, HashRun};
 
-/// Largest segment unpacked, in bytes, and in messages: what a pop of one message has to read at most.
-const SEGMENT_BYTES: usize = 256 * 1024;
-const SEGMENT_MESSAGES: usize = 1_000;
 /// Most bytes of frames of one append; a single larger push goes alone.
 const MAX_CALL_BYTES: usize = 16 * 1024 * 1024;
 /// Attempts at one append: each but the last learns something (a duplicate, a deleted queue).
 const MAX_ATTEMPTS: usize = 12;
 /// When a push whose partition's row was locked elsewhere is tried again.
 const BUSY_RETRY: Duration = Duration::from_millis(2);
-/// Messages that SQL compares with under the lock; as in the migration.
-const GAP_MESSAGES: i64 = 5_000;
 /// Segments of hashes that a core reads itself; more are read on the admin side.
 const INLINE_SEGMENTS: i64 = 256;
 /// Most pushes that wait for one lane's hashes.
@@ -358,30 +352,24 @@ impl Engine {
         if plan.parts.is_empty() {
             return Ok(Vec::new());
         }
-        let runs: Vec<Run<'_>> = plan
-            .parts
-            .values()
-            .enumerate()
-            .flat_map(|(index, part)| segments_of(index, part, jobs))
-            .collect();
+        let messages = |part: &Part| {
+            segment::cut(part.items.iter().map(|(j, l, e)| {
+                let lane = &jobs[*j].request.lanes[*l];
+                let entry = &lane.entries[*e];
+                (&lane.frames[entry.frame.clone()], entry.hash)
+            }))
+        };
+        let runs: Vec<_> = plan.parts.values().map(messages).collect();
         let mut append = Append {
             ids: plan.parts.keys().copied().collect(),
             known: plan.parts.values().map(|part| part.known).collect(),
             counts: plan.parts.values().map(|part| part.items.len() as i32).collect(),
             ..Append::default()
         };
-        for run in &runs {
-            let (codec, data) = self.packer.pack(&run.frames);
-            append.lane.push(run.part as i32 + 1);
-            append.base.push(run.base as i32);
-            append.count.push((run.hashes.len() / 16) as i32);
-            append.raw.push(run.frames.len() as i32);
-            append.codec.push(codec);
-            append.data.push(data);
+        for (partition, runs) in runs.iter().enumerate() {
+            runs.iter().for_each(|run| append.add(partition, run, &mut self.packer));
         }
-        append.hashes = runs.iter().map(|run| run.hashes.clone()).collect();
         self.metrics.push_commits.inc();
-
         self.call(|conn| crate::store::push::append(conn, &append))
     }
 
@@ -526,40 +514,6 @@ fn remember(window_seconds: i32, next: i64, runs: &[HashRun]) -> Dedup {
     }
     dedup.vouch(next);
     dedup
-}
-
-/// One segment to be.
-struct Run<'a> {
-    part: usize,
-    base: usize,
-    hashes: Vec<u8>,
-    frames: Cow<'a, [u8]>,
-}
-
-/// Cuts a partition's new messages into segments.
-fn segments_of<'a>(index: usize, part: &Part, jobs: &'a [Box<PushJob>]) -> Vec<Run<'a>> {
-    let mut runs: Vec<Run<'a>> = Vec::new();
-    for (base, (j, l, e)) in part.items.iter().enumerate() {
-        let lane = &jobs[*j].request.lanes[*l];
-        let entry = &lane.entries[*e];
-        let frame = &lane.frames[entry.frame.clone()];
-        match runs.last_mut() {
-            Some(run)
-                if run.frames.len() + frame.len() <= SEGMENT_BYTES
-                    && run.hashes.len() / 16 < SEGMENT_MESSAGES =>
-            {
-                run.frames.to_mut().extend_from_slice(frame);
-                run.hashes.extend_from_slice(&entry.hash.to_be_bytes());
-            }
-            _ => runs.push(Run {
-                part: index,
-                base,
-                hashes: entry.hash.to_be_bytes().to_vec(),
-                frames: Cow::Borrowed(frame),
-            }),
-        }
-    }
-    runs
 }
 
 /// The id of the `skip`-th message of a segment, if its transaction id has this hash.

@@ -9,25 +9,24 @@ use uuid::Uuid;
 
 use super::admin::Outcome;
 use super::router::App;
-use crate::broker::ack::{AckStatus, INVALID_LEASE};
+use crate::broker::ack::{EXHAUSTED, INVALID_LEASE};
 use crate::broker::answer::Reply;
+use crate::broker::push::PushLane;
 use crate::broker::queue_options::namespace_and_task_of;
 use crate::broker::segment::{self, Packer};
 use crate::broker::transaction::{self, TransactionRequest};
 use crate::core::acking::{choose, outcome_of};
 use crate::core::inbox::{Mark, Settled};
 use crate::store::ack::{Ack, AckVerdict, Snapshot};
-use crate::store::push::{Append, AppendVerdict, Lane, append, load_hashes, resolve_partitions, segments_at};
-use crate::store::{Conn, Micros, StoreError};
+use crate::store::push::{
+    Append, AppendVerdict, GAP_MESSAGES, Lane, append, load_hashes, resolve_partitions, segments_at,
+};
+use crate::store::{Conn, StoreError};
 
 /// How long a transaction is tried again while rows it needs are locked elsewhere.
 const BUSY_LIMIT: Duration = Duration::from_secs(5);
 /// Pause between the attempts.
 const BUSY_PAUSE: Duration = Duration::from_millis(3);
-/// Messages that SQL compares with under the lock; as in the migration.
-const GAP_MESSAGES: i64 = 5_000;
-/// Messages of one segment.
-const SEGMENT_MESSAGES: usize = 1_000;
 
 /// What an attempt came to.
 enum Attempt {
@@ -120,17 +119,10 @@ fn push(
     let found = resolve_partitions(conn, &wanted)?;
     let mut order: Vec<usize> = (0..lanes.len()).collect();
     order.sort_by_key(|l| found[*l].partition_id);
-    let mut packer = Packer::new();
     let mut arguments = Append::default();
-    let mut marks = Vec::new();
-    for (at, l) in order.iter().enumerate() {
+    let (mut runs, mut marks) = (Vec::new(), Vec::new());
+    for l in &order {
         let (lane, known) = (&lanes[*l], &found[*l]);
-        let duplicate = || {
-            Attempt::Refused(format!(
-                "QDUP duplicate messages in queue {} partition {}",
-                lane.queue, lane.partition
-            ))
-        };
         let window = known.dedup_window_seconds;
         let (mut stored, mut vouched) = (HashSet::new(), (window > 0).then_some(0));
         if window > 0 && known.next_offset > GAP_MESSAGES {
@@ -154,7 +146,7 @@ fn push(
                 result["duplicate"] = true.into();
             } else {
                 if stored.contains(&entry.hash) {
-                    return Ok(Err(duplicate()));
+                    return Ok(Err(duplicate(lane)));
                 }
                 new.push(entry);
             }
@@ -163,35 +155,28 @@ fn push(
         arguments.ids.push(known.partition_id);
         arguments.known.push(vouched);
         arguments.counts.push(new.len() as i32);
-        for (n, chunk) in new.chunks(SEGMENT_MESSAGES).enumerate() {
-            let frames: Vec<u8> =
-                chunk.iter().flat_map(|entry| &lane.frames[entry.frame.clone()]).copied().collect();
-            let (codec, packed) = packer.pack(&frames);
-            arguments.lane.push(at as i32 + 1);
-            arguments.base.push((n * SEGMENT_MESSAGES) as i32);
-            arguments.count.push(chunk.len() as i32);
-            arguments.raw.push(frames.len() as i32);
-            arguments.codec.push(codec);
-            arguments.hashes.push(chunk.iter().flat_map(|entry| entry.hash.to_be_bytes()).collect());
-            arguments.data.push(packed.into_owned().into());
-        }
+        runs.push(segment::cut(new.iter().map(|entry| (&lane.frames[entry.frame.clone()], entry.hash))));
         let partition = (known.partition_id, Arc::from(lane.partition.as_str()), new.len() as u64);
         marks.push(Mark { queue: lane.queue.as_str().into(), partitions: vec![partition] });
+    }
+    let mut packer = Packer::new();
+    for (partition, runs) in runs.iter().enumerate() {
+        runs.iter().for_each(|run| arguments.add(partition, run, &mut packer));
     }
     let verdicts = append(conn, &arguments)?;
     for (at, verdict) in verdicts {
         match verdict {
             AppendVerdict::Stored { .. } => {}
-            AppendVerdict::Duplicate { .. } => {
-                let lane = &lanes[order[at]];
-                let why =
-                    format!("QDUP duplicate messages in queue {} partition {}", lane.queue, lane.partition);
-                return Ok(Err(Attempt::Refused(why)));
-            }
+            AppendVerdict::Duplicate { .. } => return Ok(Err(duplicate(&lanes[order[at]]))),
             _ => return Ok(Err(Attempt::Again)),
         }
     }
     Ok(Ok(marks))
+}
+
+/// A message of this lane has been stored before.
+fn duplicate(lane: &PushLane) -> Attempt {
+    Attempt::Refused(format!("QDUP duplicate messages in queue {} partition {}", lane.queue, lane.partition))
 }
 
 /// The acks of one (partition, group): lease, and (index among the acks, offset).
@@ -238,15 +223,7 @@ fn ack(
                 lease: vec![lease],
                 item: vec![1; members.len()],
                 offset: members.iter().map(|(_, offset)| *offset).collect(),
-                status: members
-                    .iter()
-                    .map(|(n, _)| match request.acks[*n].2.status {
-                        AckStatus::Completed => 0,
-                        AckStatus::Retry => 1,
-                        AckStatus::Failed => 2,
-                        AckStatus::DeadLetter => 3,
-                    })
-                    .collect(),
+                status: members.iter().map(|(n, _)| request.acks[*n].2.status.code()).collect(),
                 snapshots: std::mem::take(&mut snapshots),
             };
             let repeated = !arguments.snapshots.is_empty();
@@ -256,8 +233,10 @@ fn ack(
                         .iter()
                         .find(|(_, at)| *at == offset)
                         .and_then(|(n, _)| request.acks[*n].2.error.clone());
-                    let said = said.unwrap_or_else(|| "Retries exhausted".to_owned());
-                    let Some(snapshot) = snapshot(conn, partition, offset, said)? else {
+                    let said = said.unwrap_or_else(|| EXHAUSTED.to_owned());
+                    let stored = segments_at(conn, &[partition], &[offset])?.pop().flatten();
+                    let Some(snapshot) = stored.and_then(|stored| Snapshot::of(&stored, offset, &said))
+                    else {
                         return Ok(Err(failed(partition, group, "the message is no longer retained")));
                     };
                     snapshots.push(snapshot);
@@ -288,31 +267,4 @@ fn ack(
         }
     }
     Ok(Ok(settled))
-}
-
-/// A message as it goes to the dead letters; `None` if retention removed it.
-fn snapshot(
-    conn: &mut Conn,
-    partition: Uuid,
-    offset: i64,
-    error: String,
-) -> Result<Option<Snapshot>, StoreError> {
-    let Some(stored) = segments_at(conn, &[partition], &[offset])?.pop().flatten() else { return Ok(None) };
-    let Ok(raw) = segment::unpack(stored.codec, &stored.data) else { return Ok(None) };
-    let mut frames = segment::frames(&raw);
-    frames.skip_frames((offset - stored.base_offset) as usize);
-    let Some(Ok(frame)) = frames.next() else { return Ok(None) };
-    let created: Micros = stored.created;
-    Ok(Some(Snapshot {
-        item: 1,
-        offset,
-        message_id: frame.message_id,
-        transaction_id: frame.transaction_id(&mut [0; 36]).to_owned(),
-        hash: frame.hash().to_be_bytes().to_vec(),
-        trace_id: frame.trace_id,
-        producer_sub: frame.producer_sub.map(str::to_owned),
-        payload: frame.payload.to_vec(),
-        error,
-        created,
-    }))
 }

@@ -1,6 +1,8 @@
 //! Committing offsets, settling failures, renewing leases.
 
+use super::push::StoredSegment;
 use super::{Conn, Micros, StoreError};
+use crate::broker::segment;
 use std::collections::HashMap;
 use uuid::Uuid;
 
@@ -46,6 +48,28 @@ pub struct Snapshot {
     pub error: String,
     /// When it was committed.
     pub created: Micros,
+}
+
+impl Snapshot {
+    /// Of a message in its segment, for the first group; `None` if the segment cannot be read.
+    pub fn of(stored: &StoredSegment, offset: i64, error: &str) -> Option<Self> {
+        let raw = segment::unpack(stored.codec, &stored.data).ok()?;
+        let mut frames = segment::frames(&raw);
+        frames.skip_frames((offset - stored.base_offset) as usize);
+        let frame = frames.next()?.ok()?;
+        Some(Self {
+            item: 1,
+            offset,
+            message_id: frame.message_id,
+            transaction_id: frame.transaction_id(&mut [0; 36]).to_owned(),
+            hash: frame.hash().to_be_bytes().to_vec(),
+            trace_id: frame.trace_id,
+            producer_sub: frame.producer_sub.map(str::to_owned),
+            payload: frame.payload.to_vec(),
+            error: error.to_owned(),
+            created: stored.created,
+        })
+    }
 }
 
 /// What a signal (anything but `completed`) led to.

@@ -1,7 +1,11 @@
 //! Appending.
 
 use super::{Conn, Micros, StoreError};
+use crate::broker::segment::{Packer, Run};
 use uuid::Uuid;
+
+/// Messages that SQL compares with under the lock; as in the migration.
+pub const GAP_MESSAGES: i64 = 5_000;
 
 /// A (queue, partition) to be found or made.
 pub struct Lane<'a> {
@@ -80,9 +84,23 @@ pub struct Append<'a> {
     /// Segments: packing.
     pub codec: Vec<i16>,
     /// Segments: 16 bytes per message.
-    pub hashes: Vec<Vec<u8>>,
+    pub hashes: Vec<&'a [u8]>,
     /// Segments: packed frames.
     pub data: Vec<std::borrow::Cow<'a, [u8]>>,
+}
+
+impl<'a> Append<'a> {
+    /// Adds a segment of the partition with this index in `ids`.
+    pub fn add(&mut self, partition: usize, run: &'a Run<'_>, packer: &mut Packer) {
+        let (codec, data) = packer.pack(&run.frames);
+        self.lane.push(partition as i32 + 1);
+        self.base.push(run.base as i32);
+        self.count.push((run.hashes.len() / 16) as i32);
+        self.raw.push(run.frames.len() as i32);
+        self.codec.push(codec);
+        self.hashes.push(&run.hashes);
+        self.data.push(data);
+    }
 }
 
 /// What became of one partition's part of an append.
