@@ -2,7 +2,6 @@
 //! connections. What they find out goes back to a core as a message.
 
 use std::sync::Arc;
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crossbeam_channel::{Receiver, Sender, unbounded};
@@ -72,7 +71,7 @@ impl Admin {
         name: &str,
         threads: usize,
         peers: Arc<[Sender<Message>]>,
-    ) -> std::io::Result<(Self, Vec<JoinHandle<()>>)> {
+    ) -> std::io::Result<Self> {
         let pool = r2d2::Pool::builder()
             .max_size(threads as u32)
             .min_idle(Some(0))
@@ -80,13 +79,11 @@ impl Admin {
             .error_handler(Box::new(r2d2::NopErrorHandler))
             .build_unchecked(Manager(database.clone()));
         let (tasks, inbox) = unbounded::<Task>();
-        let threads = (0..threads)
-            .map(|n| {
-                let (inbox, pool) = (inbox.clone(), pool.clone());
-                std::thread::Builder::new().name(format!("{name}-{n}")).spawn(move || work(&inbox, &pool))
-            })
-            .collect::<Result<_, _>>()?;
-        Ok((Self { tasks, pool, peers }, threads))
+        for n in 0..threads {
+            let (inbox, pool) = (inbox.clone(), pool.clone());
+            std::thread::Builder::new().name(format!("{name}-{n}")).spawn(move || work(&inbox, &pool))?;
+        }
+        Ok(Self { tasks, pool, peers })
     }
 
     /// Runs something with a connection, or with the reason why there is none.

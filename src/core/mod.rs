@@ -104,8 +104,8 @@ impl Cores {
         let (peers, inboxes): (Vec<_>, Vec<_>) = (0..cores).map(|_| unbounded()).unzip();
         let peers: Arc<[Sender<Message>]> = peers.into();
         let (registry, metrics) = (Arc::new(Registry::default()), Arc::new(Metrics::default()));
-        let (own, _) = Admin::start(database, "admin", ADMIN_THREADS, peers.clone()).map_err(thread)?;
-        let (admin, _) =
+        let own = Admin::start(database, "admin", ADMIN_THREADS, peers.clone()).map_err(thread)?;
+        let admin =
             Admin::start(database, "http-admin", HTTP_ADMIN_THREADS, peers.clone()).map_err(thread)?;
         let (hints, stop, mut threads) =
             hints::start(database, peers.clone(), registry.clone()).map_err(thread)?;

@@ -66,8 +66,6 @@ pub fn queues(conn: &mut Conn, limit: i64, offset: i64) -> Result<Value, StoreEr
 /// totals are the whole queue's.
 pub fn queue(conn: &mut Conn, name: &str, limit: i64, offset: i64) -> Result<Option<Value>, StoreError> {
     let Some(found) = super::queue::find(conn, name)? else { return Ok(None) };
-    let created = conn.query("SELECT created_at FROM queue WHERE id = $1", &[&found.id])?;
-    let created = created.first().map(|row| text(row.get(0)));
     let sql = format!("{PARTITION_STATS} WHERE p.queue_id = $1 ORDER BY p.name");
     let rows = conn.run(|client| client.query(&sql, &[&found.id]))?;
     let sum = |column: usize| rows.iter().map(|row| row.get::<_, i64>(column)).sum::<i64>();
@@ -86,7 +84,7 @@ pub fn queue(conn: &mut Conn, name: &str, limit: i64, offset: i64) -> Result<Opt
         })
         .collect();
     Ok(Some(json!({
-        "id": found.id, "name": name, "namespace": found.namespace, "task": found.task, "createdAt": created,
+        "id": found.id, "name": name, "namespace": found.namespace, "task": found.task, "createdAt": text(found.created),
         "options": found.options.to_json(), "partitions": partitions,
         "totals": {"total": total, "pending": pending, "processing": sum(6), "completed": total - pending,
                    "failed": null, "deadLetter": sum(7)},

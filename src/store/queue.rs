@@ -2,7 +2,7 @@
 
 use uuid::Uuid;
 
-use super::{Conn, StoreError};
+use super::{Conn, Micros, StoreError};
 use crate::broker::queue_options::QueueOptions;
 
 /// A queue with its options.
@@ -14,6 +14,8 @@ pub struct Queue {
     pub namespace: String,
     /// Its task.
     pub task: String,
+    /// When it was made.
+    pub created: Micros,
     /// Its options.
     pub options: QueueOptions,
 }
@@ -24,7 +26,7 @@ pub fn find(conn: &mut Conn, name: &str) -> Result<Option<Queue>, StoreError> {
         "SELECT id, namespace, task, lease_time, retry_limit, dead_letter_queue, dlq_after_max_retries,
                 delayed_processing, window_buffer, min_pop_wait_time, retention_enabled, retention_seconds,
                 completed_retention_seconds, max_wait_time_seconds, dedup_window_seconds, encryption_enabled,
-                priority, ttl, max_size, retry_delay
+                priority, ttl, max_size, retry_delay, created_at
          FROM queue WHERE name = $1",
         &[&name],
     )?;
@@ -32,6 +34,7 @@ pub fn find(conn: &mut Conn, name: &str) -> Result<Option<Queue>, StoreError> {
         id: row.get(0),
         namespace: row.get(1),
         task: row.get(2),
+        created: row.get(20),
         options: QueueOptions {
             lease_time: row.get(3),
             retry_limit: row.get(4),
