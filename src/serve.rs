@@ -77,6 +77,9 @@ pub struct ServeOptions {
     pub default_subscription_mode: SubscriptionMode,
 }
 
+/// Connections that may wait to be accepted; the kernel has its own limit (`net.core.somaxconn`).
+const LISTEN_BACKLOG: i32 = 4_096;
+
 fn body_limit(text: &str) -> Result<usize, String> {
     match text.parse::<usize>() {
         Ok(bytes) if (1..=MAX_BODY_BYTES).contains(&bytes) => Ok(bytes),
@@ -102,6 +105,9 @@ pub fn serve(options: &ServeOptions) -> Result<(), String> {
         _ => TcpListener::bind(options.listen)
             .map_err(|error| format!("cannot listen on {} (--listen): {error}", options.listen))?,
     };
+    // The library's 128 fill up when a thousand consumers come back at once.
+    // SAFETY: a listening socket of ours; listening again only changes its backlog.
+    unsafe { libc::listen(std::os::fd::AsRawFd::as_raw_fd(&listener), LISTEN_BACKLOG) };
     let address = listener.local_addr().map_err(|error| error.to_string())?;
     if options.edge == EdgeKind::TinyHttp && !address.ip().is_loopback() && !options.i_trust_this_network {
         return Err(format!(

@@ -236,26 +236,107 @@ fn nothing_is_claimed_for_a_client_that_has_gone() {
     }
 }
 
+/// User and system time of a process so far, in clock ticks of 10 ms.
+fn cpu_ticks(pid: i32) -> u64 {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+    let fields: Vec<&str> = stat.rsplit(')').next().unwrap().split_whitespace().collect();
+    fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()
+}
+
+fn transactions(broker: &Broker) -> i64 {
+    let mut client = broker.client();
+    // A session reports its last transactions when it has been idle for 10 s.
+    std::thread::sleep(Duration::from_secs(12));
+    let sql = "SELECT xact_commit + xact_rollback FROM pg_stat_database WHERE datname = current_database()";
+    client.query_one(sql, &[]).unwrap().get(0)
+}
+
 #[test]
-fn event_parks_two_thousand_pops_and_wakes_the_right_one() {
-    let broker = Broker::start();
-    let mut parked: Vec<TcpStream> = (0..2_000)
+fn heavy_event_parks_ten_thousand_pops_without_sql_and_wakes_the_right_one() {
+    const PARKED: usize = 10_000;
+    let broker = Broker::with(&["--max-connections", "15000"]);
+    let mut parked: Vec<TcpStream> = (0..PARKED)
         .map(|n| {
+            let queue = n % 1_000;
             send(
                 &broker,
-                format!("GET /api/v1/pop/queue/q{n}?wait=true&timeout=60000 HTTP/1.1\r\nHost: x\r\n\r\n")
+                format!("GET /api/v1/pop/queue/q{queue}?wait=true&timeout=60000 HTTP/1.1\r\nHost: x\r\n\r\n")
                     .as_bytes(),
             )
         })
         .collect();
-    std::thread::sleep(Duration::from_secs(4));
-    let started = Instant::now();
-    broker.push("q1234", "p", &[json!("hello")]);
-    let (status, _, body) = response(&mut parked[1234]);
+    // Every group's first contact makes its queue and its subscription; then nothing is left to do.
+    let mut client = broker.client();
+    let limit = Instant::now() + Duration::from_secs(60);
+    while client.query_one("SELECT count(*) FROM subscription", &[]).unwrap().get::<_, i64>(0) < 1_000 {
+        assert!(Instant::now() < limit);
+        std::thread::sleep(Duration::from_millis(200));
+    }
+    drop(client);
+    let (before, cpu) = (transactions(&broker), cpu_ticks(broker.pid()));
+    let (after, cpu) = (transactions(&broker), cpu_ticks(broker.pid()) - cpu);
+    assert!(after - before < 200, "{} transactions while nothing happened", after - before);
+    eprintln!("{PARKED} parked pops: {} transactions, {cpu} ticks of 10 ms in 12 s", after - before);
+    broker.push("q234", "p", &[json!("hello")]);
+    // The oldest of its ten.
+    let (status, _, body) = response(&mut parked[234]);
     assert_eq!(status, 200);
     assert!(String::from_utf8_lossy(&body).contains("hello"));
-    assert!(started.elapsed() < Duration::from_secs(3));
+    parked[1_234].set_read_timeout(Some(Duration::from_millis(300))).unwrap();
+    assert!(parked[1_234].read(&mut [0]).is_err(), "one message wakes one");
     assert_eq!(response(&mut send(&broker, GET)).0, 200);
+}
+
+#[test]
+fn slow_requests_by_the_hundred_delay_nobody_and_end_with_408() {
+    let broker = Broker::start();
+    let mut slow: Vec<TcpStream> = (0..300)
+        .map(|n| match n % 3 {
+            0 => send(&broker, b"GET /livez HT"),
+            1 => send(&broker, b"POST /api/v1/push HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"),
+            _ => send(
+                &broker,
+                b"POST /api/v1/push HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab",
+            ),
+        })
+        .collect();
+    let until = Instant::now() + Duration::from_secs(25);
+    let mut answered = 0;
+    while Instant::now() < until {
+        let started = Instant::now();
+        assert_eq!(response(&mut send(&broker, GET)).0, 200);
+        assert!(started.elapsed() < Duration::from_secs(2), "{:?}", started.elapsed());
+        answered += 1;
+        // A byte now and then does not make a request less slow.
+        let _ = slow[1].write_all(b" ");
+        std::thread::sleep(Duration::from_millis(500));
+    }
+    assert!(answered > 10);
+    for stream in &mut slow {
+        assert_eq!(response(stream).0, 408);
+        assert!(is_closed(stream));
+    }
+}
+
+// Not of tiny_http: its accepting thread panics when a descriptor cannot be duplicated.
+#[test]
+fn event_survives_a_low_limit_of_descriptors() {
+    let broker = Broker::with_descriptors(100, &[]);
+    let mut streams: Vec<TcpStream> = (0..200).map(|_| send(&broker, GET)).collect();
+    assert_eq!(response(&mut streams[0]).0, 200);
+    std::thread::sleep(Duration::from_secs(1));
+    // The first ones give theirs back, and the last in line is answered.
+    let mut last = streams.pop().unwrap();
+    drop(streams);
+    assert_eq!(response(&mut last).0, 200);
+    drop(last);
+    let limit = Instant::now() + Duration::from_secs(10);
+    while broker.get("/health").0 != 200 {
+        assert!(Instant::now() < limit, "it does not recover");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    broker.push("q", "p", &[json!(1)]);
+    assert_eq!(broker.pop("/queue/q").len(), 1);
 }
 
 #[test]

@@ -168,6 +168,10 @@ impl Ledger {
             entry.delivered = entry.delivered.max(*end);
             entry.held = Some(lease.clone());
         }
+        // The work: time for a second consumer to be given the same, if the broker did so.
+        if !self.unruly {
+            std::thread::sleep(Duration::from_millis(spans[0].1 % 5));
+        }
         // Let go before the ack is sent: its answer comes after the next claim may.
         for (lane, _, end) in &spans {
             let mut entry = self.lanes[*lane].lock().unwrap();

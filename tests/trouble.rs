@@ -3,7 +3,12 @@
 
 mod common;
 
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use common::{Broker, data};
@@ -147,4 +152,130 @@ fn a_read_only_database_is_answered_with_503_until_it_takes_writes_again() {
     push_until_stored(&broker, 1);
     all_are_there(&broker, 2);
     broker.terminate();
+}
+
+/// The network between a broker and its database.
+struct Network {
+    port: u16,
+    state: Arc<AtomicU8>,
+    open: Arc<Mutex<Vec<(TcpStream, UnixStream)>>>,
+}
+
+const WORKS: u8 = 0;
+/// What is sent gets lost; nobody is told.
+const SWALLOWS: u8 = 1;
+/// Connections end as soon as they are made.
+const REFUSES: u8 = 2;
+
+impl Network {
+    fn start() -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let server = common::server();
+        let folder = server.split("host=").nth(1).unwrap().split(' ').next().unwrap();
+        let socket = format!("{folder}/.s.PGSQL.5432");
+        let (state, open) = (Arc::new(AtomicU8::new(WORKS)), Arc::new(Mutex::new(Vec::new())));
+        let (on, all) = (state.clone(), open.clone());
+        std::thread::spawn(move || {
+            for near in listener.incoming().flatten() {
+                if on.load(Ordering::SeqCst) == REFUSES {
+                    continue;
+                }
+                let far = UnixStream::connect(&socket).unwrap();
+                all.lock().unwrap().push((near.try_clone().unwrap(), far.try_clone().unwrap()));
+                let (a, b) = (near.try_clone().unwrap(), far.try_clone().unwrap());
+                let state = on.clone();
+                std::thread::spawn(move || carry(a, b, &state));
+                let state = on.clone();
+                std::thread::spawn(move || carry(far, near, &state));
+            }
+        });
+        Self { port, state, open }
+    }
+
+    fn set(&self, state: u8) {
+        self.state.store(state, Ordering::SeqCst);
+        if state == REFUSES {
+            for (near, far) in self.open.lock().unwrap().drain(..) {
+                let _ = near.shutdown(std::net::Shutdown::Both);
+                let _ = far.shutdown(std::net::Shutdown::Both);
+            }
+        }
+    }
+}
+
+fn carry(mut from: impl Read, mut to: impl Write, state: &AtomicU8) {
+    let mut buffer = [0; 65536];
+    while let Ok(n) = from.read(&mut buffer) {
+        if n == 0 {
+            return;
+        }
+        if state.load(Ordering::SeqCst) != WORKS {
+            // As with packets that are dropped: this connection never gets anything through again.
+            while from.read(&mut buffer).is_ok_and(|n| n > 0) {}
+            return;
+        }
+        if to.write_all(&buffer[..n]).is_err() {
+            return;
+        }
+    }
+}
+
+/// A broker behind a network, and its database's own address.
+fn behind(network: &Network) -> (Broker, String) {
+    let database = common::new_database();
+    let name = database.rsplit_once("dbname=").unwrap().1.to_owned();
+    let far = format!("host=127.0.0.1 port={} user=postgres dbname={name}", network.port);
+    (Broker::on(&far, &[]), database)
+}
+
+fn trouble(kind: u8) {
+    let network = Network::start();
+    let (broker, database) = behind(&network);
+    push_until_stored(&broker, 0);
+    let taken = broker.pop("/queue/q?consumerGroup=g&subscriptionMode=all&leaseSeconds=2");
+    assert_eq!(taken.len(), 1);
+    // Loaded when it happens, and a pop is parked.
+    let url = broker.url.clone();
+    let parked = std::thread::spawn(move || {
+        common::call(&format!("{url}/api/v1/pop/queue/empty?wait=true&timeout=25000"), "GET", None).0
+    });
+    network.set(kind);
+    for _ in 0..3 {
+        let started = Instant::now();
+        let (status, answer) = push(&broker, 1);
+        assert_eq!(status, 503, "{answer}");
+        assert!(answer["code"] == "unavailable" || answer["code"] == "outcome_unknown", "{answer}");
+        assert!(started.elapsed() < Duration::from_secs(15), "{:?}", started.elapsed());
+        let ack = json!({"transactionId": taken[0]["transactionId"], "partitionId": taken[0]["partitionId"],
+            "consumerGroup": "g", "leaseId": taken[0]["leaseId"]});
+        assert_eq!(broker.post("/api/v1/ack", &ack).0, 503);
+        assert_eq!(broker.get("/api/v1/pop/queue/q").0, 503);
+        assert_eq!(broker.get("/livez").0, 200);
+        assert_eq!(broker.get("/health").0, 503);
+    }
+    network.set(WORKS);
+    push_until_stored(&broker, 1);
+    push_until_stored(&broker, 2);
+    all_are_there(&broker, 3);
+    // The lease from before is over, and nothing of it is left.
+    let again = broker.pop("/queue/q?consumerGroup=g&wait=true&timeout=20000");
+    assert_eq!(data(&again), [json!(0), json!(1), json!(2)]);
+    assert_eq!(broker.ack(&again[2], "completed")["success"], true);
+    let status = parked.join().unwrap();
+    assert!(status == 204 || status == 503, "{status}");
+    drop(broker);
+    let mut client = postgres::Client::connect(&common::server(), postgres::NoTls).unwrap();
+    let name = database.rsplit_once("dbname=").unwrap().1;
+    client.batch_execute(&format!("DROP DATABASE {name} WITH (FORCE)")).unwrap();
+}
+
+#[test]
+fn a_black_hole_before_the_database_is_answered_with_503_and_survived() {
+    trouble(SWALLOWS);
+}
+
+#[test]
+fn a_database_that_is_stopped_and_started_elsewhere_is_found_again() {
+    trouble(REFUSES);
 }

@@ -52,8 +52,22 @@ impl Broker {
         Self::run(&["--data", folder], &format!("host={folder} user=waspmq dbname=postgres"))
     }
 
+    /// With at most so many file descriptors.
+    pub fn with_descriptors(limit: u32, options: &[&str]) -> Self {
+        let database = new_database();
+        let mut command = Command::new("sh");
+        command.args(["-c", &format!("ulimit -n {limit}; exec \"$@\""), "sh", env!("CARGO_BIN_EXE_waspmq")]);
+        let mut broker = Self::run_as(command, &[&["--database", &database], options].concat(), &database);
+        broker.owns = true;
+        broker
+    }
+
     fn run(options: &[&str], database: &str) -> Self {
-        let mut child = Command::new(env!("CARGO_BIN_EXE_waspmq"))
+        Self::run_as(Command::new(env!("CARGO_BIN_EXE_waspmq")), options, database)
+    }
+
+    fn run_as(mut command: Command, options: &[&str], database: &str) -> Self {
+        let mut child = command
             .args(["serve", "--listen", "127.0.0.1:0", "--log-level", "warn"])
             .args(options)
             .stdout(Stdio::piped())
@@ -93,6 +107,7 @@ impl Broker {
         started.elapsed()
     }
 
+    /// A connection past whatever stands between the broker and its database.
     pub fn client(&self) -> postgres::Client {
         postgres::Client::connect(&self.database, postgres::NoTls).expect("the database is there")
     }

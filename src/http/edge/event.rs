@@ -19,7 +19,7 @@ use mio::event::Source;
 use mio::net::{TcpListener, TcpStream};
 use mio::{Events, Interest, Poll, Token, Waker};
 
-use super::wire::{Parsed, code_of, parse_request, peer_is_gone, write_reply};
+use super::wire::{Parsed, Progress as Reading, code_of, parse_request, peer_is_gone, write_reply};
 use super::{
     Delivery, Edge, EdgeLimits, Handler, IDLE_TIMEOUT_SECONDS, MAX_HEAD_BYTES, Method, READ_TIMEOUT_SECONDS,
     Reply, ReplyHandle, ReplySink, Request,
@@ -33,6 +33,8 @@ const READ_BYTES: usize = 64 * 1024;
 const TICK: Duration = Duration::from_millis(500);
 /// Pause of accepting while the process has no file descriptors left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+/// Complaints about that are at least this far apart.
+const WARN_EVERY: Duration = Duration::from_secs(5);
 /// After an error the rest of the request is read and thrown away for this long, so
 /// that the answer is not lost to a reset.
 const LINGER: Duration = Duration::from_secs(2);
@@ -166,6 +168,7 @@ impl EventEdge {
                 inbox,
                 listener: listener.take(),
                 accept_at: None,
+                warned_at: None,
                 threads: threads.clone(),
                 limits: limits.clone(),
                 handler: handler.clone(),
@@ -216,6 +219,8 @@ impl Edge for EventEdge {
 struct Conn {
     shared: Arc<Shared>,
     input: Vec<u8>,
+    /// How far the request under way has been read.
+    reading: Reading,
     /// Since when the request under way is incomplete, or the connection idle.
     since: Instant,
     mid_request: bool,
@@ -230,6 +235,8 @@ struct Io {
     inbox: Receiver<Order>,
     listener: Option<TcpListener>,
     accept_at: Option<Instant>,
+    /// Last complaint about that.
+    warned_at: Option<Instant>,
     threads: Arc<[Thread]>,
     limits: EdgeLimits,
     handler: Handler,
@@ -326,7 +333,10 @@ impl Io {
                         || error.kind() == ErrorKind::ConnectionAborted => {}
                 Err(error) => {
                     // Out of descriptors: those that wait are accepted when some are free again.
-                    tracing::warn!(%error, "cannot accept a connection");
+                    if self.warned_at.is_none_or(|at| at.elapsed() >= WARN_EVERY) {
+                        self.warned_at = Some(Instant::now());
+                        tracing::warn!(%error, "cannot accept connections");
+                    }
                     self.accept_at = Some(Instant::now() + ACCEPT_PAUSE);
                     return;
                 }
@@ -357,6 +367,7 @@ impl Io {
             Conn {
                 shared,
                 input: Vec::new(),
+                reading: Reading::default(),
                 since: Instant::now(),
                 mid_request: false,
                 continued: false,
@@ -450,8 +461,9 @@ impl Io {
             conn.mid_request = true;
             conn.since = Instant::now();
         }
-        match parse_request(&conn.input, &self.limits) {
+        match parse_request(&conn.input, &self.limits, &mut conn.reading) {
             Parsed::Whole { head, body, length } => {
+                conn.reading = Reading::default();
                 conn.input.drain(..length);
                 if conn.input.is_empty() && conn.input.capacity() > READ_BYTES {
                     conn.input = Vec::new();
@@ -511,6 +523,7 @@ impl Io {
         write_reply(&mut outlet.backlog, &reply, false, true);
         outlet.phase = Phase::Lingering;
         conn.input = Vec::new();
+        conn.reading = Reading::default();
         conn.mid_request = false;
         conn.linger_until = Some(Instant::now() + LINGER);
         if conn.shared.push_out(&mut outlet) == Progress::Done {

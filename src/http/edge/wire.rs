@@ -100,8 +100,23 @@ pub enum Parsed {
     Bad(u16, String),
 }
 
-/// Reads one request from the start of `input`.
-pub fn parse_request(input: &[u8], limits: &EdgeLimits) -> Parsed {
+/// How far the body of an incomplete request has been read, so that no byte of it is looked at twice.
+#[derive(Default)]
+pub struct Progress {
+    /// Input below this length cannot hold the whole request.
+    needed: usize,
+    /// Chunks so far.
+    body: Vec<u8>,
+    /// Input that they took, behind the head.
+    taken: usize,
+}
+
+/// Reads one request from the start of `input`. `progress` is a new one for every
+/// request, and the same one when more of its input has come.
+pub fn parse_request(input: &[u8], limits: &EdgeLimits, progress: &mut Progress) -> Parsed {
+    if input.len() < progress.needed {
+        return Parsed::More { expects_continue: false };
+    }
     let bad = |text: &str| Parsed::Bad(400, text.to_owned());
     // Empty lines before a request are allowed.
     let skipped = input.iter().take_while(|byte| matches!(byte, b'\r' | b'\n')).count();
@@ -176,9 +191,12 @@ pub fn parse_request(input: &[u8], limits: &EdgeLimits) -> Parsed {
     };
     let rest = &text[head_length..];
     let (body, taken) = if chunked {
-        match read_chunks(rest, limits.max_body_bytes) {
-            Chunks::Whole(body, taken) => (body, taken),
-            Chunks::More => return Parsed::More { expects_continue: expects },
+        match read_chunks(rest, limits.max_body_bytes, progress) {
+            Chunks::Whole(taken) => (std::mem::take(&mut progress.body), taken),
+            Chunks::More(needed) => {
+                progress.needed = skipped + head_length + needed;
+                return Parsed::More { expects_continue: expects };
+            }
             Chunks::Bad => return bad("the chunked body cannot be read"),
             Chunks::TooLong => return too_long("more".to_owned()),
         }
@@ -189,6 +207,7 @@ pub fn parse_request(input: &[u8], limits: &EdgeLimits) -> Parsed {
         }
         let length = length as usize;
         if rest.len() < length {
+            progress.needed = skipped + head_length + length;
             return Parsed::More { expects_continue: expects && rest.is_empty() };
         }
         (rest[..length].to_vec(), length)
@@ -203,43 +222,82 @@ pub fn parse_request(input: &[u8], limits: &EdgeLimits) -> Parsed {
 }
 
 enum Chunks {
-    Whole(Vec<u8>, usize),
-    More,
+    /// The body is in the progress; input taken.
+    Whole(usize),
+    /// Nothing new can be said before there is so much input.
+    More(usize),
     Bad,
     TooLong,
 }
 
-fn read_chunks(input: &[u8], limit: usize) -> Chunks {
-    let (mut body, mut at) = (Vec::new(), 0);
+fn read_chunks(input: &[u8], limit: usize, progress: &mut Progress) -> Chunks {
     loop {
-        let (consumed, size) = match httparse::parse_chunk_size(&input[at..]) {
+        let rest = &input[progress.taken..];
+        let (consumed, size) = match httparse::parse_chunk_size(rest) {
             Ok(httparse::Status::Complete(found)) => found,
-            Ok(httparse::Status::Partial) if input.len() - at > 1024 => return Chunks::Bad,
-            Ok(httparse::Status::Partial) => return Chunks::More,
+            Ok(httparse::Status::Partial) if rest.len() > 1024 => return Chunks::Bad,
+            Ok(httparse::Status::Partial) => return Chunks::More(0),
             Err(_) => return Chunks::Bad,
         };
-        at += consumed;
+        let rest = &rest[consumed..];
         if size == 0 {
             // Trailers are read over.
             let mut trailers = [httparse::EMPTY_HEADER; MAX_HEADERS];
-            return match httparse::parse_headers(&input[at..], &mut trailers) {
-                Ok(httparse::Status::Complete((n, _))) => Chunks::Whole(body, at + n),
-                Ok(httparse::Status::Partial) if input.len() - at > MAX_HEAD_BYTES => Chunks::Bad,
-                Ok(httparse::Status::Partial) => Chunks::More,
+            return match httparse::parse_headers(rest, &mut trailers) {
+                Ok(httparse::Status::Complete((n, _))) => Chunks::Whole(progress.taken + consumed + n),
+                Ok(httparse::Status::Partial) if rest.len() > MAX_HEAD_BYTES => Chunks::Bad,
+                Ok(httparse::Status::Partial) => Chunks::More(0),
                 Err(_) => Chunks::Bad,
             };
         }
-        if size > (limit - body.len()) as u64 {
+        if size > (limit - progress.body.len()) as u64 {
             return Chunks::TooLong;
         }
         let size = size as usize;
-        if input.len() - at < size + 2 {
-            return Chunks::More;
+        if rest.len() < size + 2 {
+            return Chunks::More(progress.taken + consumed + size + 2);
         }
-        body.extend_from_slice(&input[at..at + size]);
-        if &input[at + size..at + size + 2] != b"\r\n" {
+        progress.body.extend_from_slice(&rest[..size]);
+        if &rest[size..size + 2] != b"\r\n" {
             return Chunks::Bad;
         }
-        at += size + 2;
+        progress.taken += consumed + size + 2;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_body_that_comes_in_pieces_is_read_once_and_whole() {
+        let limits = EdgeLimits { max_body_bytes: 20, max_connections: 1, io_threads: 1 };
+        let head = "\r\nPOST /x HTTP/1.1\r\nHost: h\r\n";
+        let cases = [
+            (format!("{head}Content-Length: 5\r\n\r\nhello"), "hello"),
+            (format!("{head}Transfer-Encoding: chunked\r\n\r\n3;x=1\r\nhel\r\n2\r\nlo\r\n0\r\nT: 1\r\n\r\n"), "hello"),
+            (format!("{head}Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n"), ""),
+        ];
+        for (text, expected) in cases {
+            for step in [1, 2, 3, 7, text.len()] {
+                let with_next = format!("{text}GET");
+                let mut progress = Progress::default();
+                for end in (step..text.len()).step_by(step) {
+                    let found = parse_request(&with_next.as_bytes()[..end], &limits, &mut progress);
+                    assert!(matches!(found, Parsed::More { .. }), "{text} at {end}");
+                }
+                match parse_request(with_next.as_bytes(), &limits, &mut progress) {
+                    Parsed::Whole { body, length, .. } => {
+                        assert_eq!((body.as_slice(), length), (expected.as_bytes(), text.len()), "{text}");
+                    }
+                    _ => panic!("{text}"),
+                }
+            }
+        }
+        let long = format!("{head}Transfer-Encoding: chunked\r\n\r\na\r\n0123456789\r\nb\r\n");
+        assert!(matches!(
+            parse_request(long.as_bytes(), &limits, &mut Progress::default()),
+            Parsed::Bad(413, _)
+        ));
     }
 }
