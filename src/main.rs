@@ -2,6 +2,7 @@
 
 use clap::{Parser, Subcommand, ValueEnum};
 use tracing_subscriber::EnvFilter;
+use waspmq::bench::{self, BenchOptions};
 use waspmq::serve::{self, ServeOptions};
 use waspmq::store::{Database, schema};
 
@@ -35,6 +36,8 @@ enum Command {
         #[arg(long, env = "WASPMQ_DATABASE", hide_env_values = true)]
         database: String,
     },
+    /// Put load on a running broker, and check what it promises
+    Bench(BenchOptions),
 }
 
 fn main() -> std::process::ExitCode {
@@ -54,6 +57,7 @@ fn main() -> std::process::ExitCode {
     let result = match &cli.command {
         Command::Serve(options) => serve::serve(options),
         Command::Migrate { database } => migrate(database),
+        Command::Bench(options) => bench::bench(options),
     };
     match result {
         Ok(()) => std::process::ExitCode::SUCCESS,

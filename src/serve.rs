@@ -10,8 +10,11 @@ use clap::{Args, ValueEnum};
 use crate::broker::pop::{PopDefaults, StartAt};
 use crate::broker::push::MAX_BODY_BYTES;
 use crate::core::Cores;
+use crate::core::inbox::Message;
 use crate::http::edge::{Edge, EdgeLimits, Handler, event::EventEdge, tiny::TinyEdge};
 use crate::http::router::{self, App};
+use crate::plugins::PluginLimits;
+use crate::plugins::library::{Library, WATCH_EVERY};
 use crate::store::embedded::Embedded;
 use crate::store::{Database, schema};
 
@@ -51,6 +54,24 @@ pub struct ServeOptions {
     /// Folder of the broker's own PostgreSQL
     #[arg(long, env = "WASPMQ_DATA", default_value = "./waspmq-data")]
     pub data: PathBuf,
+    /// Directory of plugins (*.wasm, *.wat); repeatable
+    #[arg(long, env = "WASPMQ_PLUGINS", value_name = "DIR", value_delimiter = ',')]
+    pub plugins: Vec<PathBuf>,
+    /// Folder for compiled plugins, writable by nobody else [default: plugin-cache in --data]
+    #[arg(long, env = "WASPMQ_PLUGIN_CACHE", value_name = "DIR")]
+    pub plugin_cache: Option<PathBuf>,
+    /// Longest call of a selector in milliseconds
+    #[arg(long, env = "WASPMQ_SELECTOR_DEADLINE_MS", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=10_000))]
+    pub selector_deadline_ms: u64,
+    /// Longest call of a filter (256 messages of one partition) in milliseconds
+    #[arg(long, env = "WASPMQ_FILTER_DEADLINE_MS", default_value_t = 100, value_parser = clap::value_parser!(u64).range(1..=10_000))]
+    pub filter_deadline_ms: u64,
+    /// Most memory of one plugin instance in MiB
+    #[arg(long, env = "WASPMQ_PLUGIN_MEMORY_MB", default_value_t = 128, value_parser = clap::value_parser!(u64).range(1..=4_095))]
+    pub plugin_memory_mb: u64,
+    /// Most candidates offered to a selector
+    #[arg(long, env = "WASPMQ_SELECTOR_WINDOW", default_value_t = 256, value_parser = clap::value_parser!(u64).range(1..=10_000))]
+    pub selector_window: u64,
     /// Core threads, each with its own database connection [default: the number of CPUs]
     #[arg(long, env = "WASPMQ_CORES", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub cores: Option<u16>,
@@ -96,6 +117,47 @@ pub fn database_config(text: &str) -> Result<postgres::Config, String> {
     })
 }
 
+/// The plugin library that the options describe, with nothing loaded yet.
+fn library(options: &ServeOptions) -> Result<Library, String> {
+    for directory in &options.plugins {
+        if !directory.is_dir() {
+            return Err(format!("--plugins {}: there is no such directory", directory.display()));
+        }
+    }
+    let limits = PluginLimits {
+        selector_deadline: Duration::from_millis(options.selector_deadline_ms),
+        filter_deadline: Duration::from_millis(options.filter_deadline_ms),
+        memory_bytes: options.plugin_memory_mb as usize * 1024 * 1024,
+        selector_window: options.selector_window as usize,
+    };
+    let cache = (!options.plugins.is_empty())
+        .then(|| options.plugin_cache.clone().unwrap_or_else(|| options.data.join("plugin-cache")));
+    Library::new(options.plugins.clone(), cache, limits)
+}
+
+/// What can be called, for the line that says that the broker is ready.
+fn plugin_names(library: &Library) -> String {
+    let loaded = library.current();
+    let mut names: Vec<&str> = loaded.keys().map(|name| &**name).collect();
+    names.sort_unstable();
+    if names.is_empty() { "none".to_owned() } else { names.join(", ") }
+}
+
+/// Looks at the plugin directories now and then, until what is returned is dropped.
+fn watch_plugins(app: &Arc<App>) -> std::io::Result<crossbeam_channel::Sender<()>> {
+    let (stop, stopped) = crossbeam_channel::bounded::<()>(0);
+    let app = app.clone();
+    std::thread::Builder::new().name("plugins".into()).spawn(move || {
+        while let Err(crossbeam_channel::RecvTimeoutError::Timeout) = stopped.recv_timeout(WATCH_EVERY) {
+            if app.library.scan(false) {
+                let loaded = app.library.current();
+                app.cores.tell(|| Message::Plugins(loaded.clone()));
+            }
+        }
+    })?;
+    Ok(stop)
+}
+
 /// Runs the broker until it is told to stop (SIGTERM, SIGINT).
 pub fn serve(options: &ServeOptions) -> Result<(), String> {
     let mut signals = signal_hook::iterator::Signals::new([libc::SIGTERM, libc::SIGINT])
@@ -133,12 +195,15 @@ pub fn serve(options: &ServeOptions) -> Result<(), String> {
     let cores = options
         .cores
         .map_or_else(|| std::thread::available_parallelism().map_or(2, std::num::NonZero::get), usize::from);
-    let cores = Cores::start(&database, cores).map_err(|error| error.to_string())?;
+    let library = Arc::new(library(options)?);
+    library.scan(false);
+    let cores = Cores::start(&database, cores, &library).map_err(|error| error.to_string())?;
     // The edge starts after the routes that show its count.
     let edge: Arc<OnceLock<Box<dyn Fn() -> usize + Send + Sync>>> = Arc::default();
     let connections = edge.clone();
     let app = Arc::new(App {
         cores,
+        library: library.clone(),
         pop_defaults: PopDefaults {
             start: match options.default_subscription_mode {
                 SubscriptionMode::All => StartAt::Oldest,
@@ -164,7 +229,12 @@ pub fn serve(options: &ServeOptions) -> Result<(), String> {
         EdgeKind::TinyHttp => Box::new(TinyEdge::start(listener, limits, handler).map_err(cannot)?),
     };
     let _ = edge.set(running.counter());
-    println!("waspmq {} ready at http://{address}, database {place}", env!("CARGO_PKG_VERSION"));
+    let watcher = library.is_watching().then(|| watch_plugins(&app)).transpose().map_err(cannot)?;
+    println!(
+        "waspmq {} ready at http://{address}, database {place}, plugins: {}",
+        env!("CARGO_PKG_VERSION"),
+        plugin_names(&library)
+    );
 
     signals.forever().next();
     // A second signal ends it at once.
@@ -174,6 +244,7 @@ pub fn serve(options: &ServeOptions) -> Result<(), String> {
     });
     tracing::info!("stopping");
     running.stop_accepting();
+    drop(watcher);
     app.cores.stop();
     running.shutdown(STOP_LIMIT);
     if let Some(embedded) = embedded {

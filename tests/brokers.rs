@@ -60,8 +60,10 @@ fn options_and_deletions_reach_every_broker() {
     first.push("q", "p", &[json!(1)]);
     assert_eq!(second.pop("/queue/q?consumerGroup=g&subscriptionMode=all&autoAck=true").len(), 1);
     // Deduplication off, through the first: the second follows.
-    let (status, answer) = first
-        .post("/api/v1/configure", &json!({"queue": "q", "options": {"dedupWindowSeconds": 0, "delayedProcessing": 3600}}));
+    let (status, answer) = first.post(
+        "/api/v1/configure",
+        &json!({"queue": "q", "options": {"dedupWindowSeconds": 0, "delayedProcessing": 3600}}),
+    );
     assert_eq!(status, 200, "{answer}");
     let item = json!({"items": [{"queue": "q", "partition": "p", "payload": 2, "transactionId": "t"}]});
     assert_eq!(second.post("/api/v1/push", &item).1[0]["status"], "queued");
@@ -91,8 +93,9 @@ fn a_group_is_served_by_both_without_a_double_delivery() {
     while seen.len() < expected {
         assert!(Instant::now() < limit, "{} of {expected}", seen.len());
         for broker in [&first, &second] {
-            let found =
-                broker.pop("/queue/q?consumerGroup=g&subscriptionMode=all&batch=37&partitions=5&wait=true&timeout=300");
+            let found = broker.pop(
+                "/queue/q?consumerGroup=g&subscriptionMode=all&batch=37&partitions=5&wait=true&timeout=300",
+            );
             for lane in found.chunk_by(|a, b| a["partition"] == b["partition"]) {
                 // Acked through the other broker: the lease is the database's, not the broker's.
                 let other = if std::ptr::eq(broker, &first) { &second } else { &first };

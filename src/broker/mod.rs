@@ -3,6 +3,7 @@
 pub mod ack;
 pub mod answer;
 pub mod error;
+pub mod plugin;
 pub mod pop;
 pub mod push;
 pub mod query;

@@ -5,6 +5,7 @@ use std::time::Duration;
 use uuid::Uuid;
 
 use super::error::ApiError;
+use super::plugin::{Binding, Kind};
 use super::push::{check_name, push_json_text, push_uuid};
 use super::query::{Query, shorten};
 use super::segment::{self, CorruptSegment};
@@ -61,6 +62,23 @@ pub struct PopRequest {
     pub lease_seconds: Option<u32>,
     /// Used on the group's first contact only. Always `Oldest` for [`QUEUE_MODE`].
     pub start: StartAt,
+    /// Which selector orders the candidates.
+    pub selector: SelectorChoice,
+    /// `hint.NAME=VALUE` parameters, for selectors.
+    pub hints: Vec<(String, String)>,
+    /// The filter that the group has, or gets on its first contact.
+    pub filter: Option<Box<Binding>>,
+}
+
+/// Which selector a pop asks for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum SelectorChoice {
+    /// The group's, else the queue's.
+    Bound,
+    /// The built-in order (`selector=none`).
+    BuiltIn,
+    /// Its own.
+    Own(Box<Binding>),
 }
 
 /// Messages of one partition, as claimed, in offset order.
@@ -89,8 +107,10 @@ pub struct SegmentSlice {
     pub data: Vec<u8>,
     /// Messages to leave out at its start.
     pub skip: usize,
-    /// Messages to deliver after those.
+    /// Messages of the span after those.
     pub take: usize,
+    /// Which of them are delivered; `None`: all.
+    pub only: Option<Vec<bool>>,
 }
 
 /// What the command line decides about pops.
@@ -106,6 +126,8 @@ pub struct PopDefaults {
 const DEFAULT_BATCH: i64 = 200;
 /// A wait that does not say how long, in milliseconds.
 const DEFAULT_WAIT_MS: i64 = 30_000;
+/// Most `hint.` parameters of one pop.
+const MAX_HINTS: usize = 16;
 /// Longest lease in seconds: a year.
 const MAX_LEASE_SECONDS: i64 = 31_536_000;
 
@@ -169,6 +191,22 @@ impl PopRequest {
         };
         let start = start_at(query, defaults.start)?;
         let start = if group == QUEUE_MODE { StartAt::Oldest } else { start };
+        let selector = match query.text("selector")?.as_deref() {
+            None => SelectorChoice::Bound,
+            Some("none") => SelectorChoice::BuiltIn,
+            Some(_) => Binding::from_query(Kind::Selector, query)?
+                .map_or(SelectorChoice::Bound, |own| SelectorChoice::Own(Box::new(own))),
+        };
+        let filter = Binding::from_query(Kind::Filter, query)?.map(Box::new);
+        if filter.is_some() && matches!(target, PopTarget::Discovery { .. }) {
+            return Err(ApiError::bad_request(
+                "filter belongs to a group and a queue: bind it there, a pop over a namespace cannot register it",
+            ));
+        }
+        let hints = query.with_prefix("hint.")?;
+        if hints.len() > MAX_HINTS {
+            return Err(ApiError::bad_request(format!("at most {MAX_HINTS} hints, got {}", hints.len())));
+        }
         Ok(Self {
             target,
             group,
@@ -178,6 +216,9 @@ impl PopRequest {
             wait,
             lease_seconds,
             start,
+            selector,
+            hints,
+            filter,
         })
     }
 }
@@ -261,11 +302,14 @@ pub fn answer(
             let raw = segment::unpack(slice.codec, &slice.data)?;
             let mut frames = segment::frames(&raw);
             frames.skip_frames(slice.skip);
-            for frame in frames.take(slice.take) {
+            for (n, frame) in frames.take(slice.take).enumerate() {
                 let frame = frame?;
                 let mut buffer = [0; 36];
                 let transaction_id = frame.transaction_id(&mut buffer);
                 of_delivery.push(segment::transaction_hash(transaction_id));
+                if slice.only.as_ref().is_some_and(|only| !only[n]) {
+                    continue;
+                }
                 if messages > 0 {
                     out.push(b',');
                 }
@@ -378,6 +422,7 @@ mod tests {
                 data: push.lanes[0].frames.clone(),
                 skip: 1,
                 take: 1,
+                only: None,
             }],
         };
         let lease = Uuid::from_u128(5);

@@ -39,6 +39,20 @@ impl<'a> Query<'a> {
         Ok(self.get(name)?.filter(|text| !text.is_empty()))
     }
 
+    /// All parameters whose name starts with a prefix: the rest of the name, and the text.
+    pub fn with_prefix(&self, prefix: &str) -> Result<Vec<(String, String)>, ApiError> {
+        let mut found = Vec::new();
+        for pair in self.0.split('&') {
+            let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
+            let Some(key) = decode(key) else { continue };
+            let Some(rest) = key.strip_prefix(prefix) else { continue };
+            let value =
+                decode(value).ok_or_else(|| ApiError::bad_request(format!("{key} is not valid UTF-8")))?;
+            found.push((rest.to_owned(), value.into_owned()));
+        }
+        Ok(found)
+    }
+
     /// `true`/`1` or `false`/`0`; `default` if absent, else a 400.
     pub fn boolean(&self, name: &str, default: bool) -> Result<bool, ApiError> {
         match self.text(name)?.as_deref() {

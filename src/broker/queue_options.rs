@@ -3,6 +3,7 @@
 use serde_json::{Map, Value, json};
 
 use super::error::ApiError;
+use super::plugin::{Binding, Kind as PluginKind};
 use super::push::{bad_body, check_name};
 use super::query::shorten;
 
@@ -124,9 +125,27 @@ pub struct ConfigureRequest {
     /// Reset what is absent.
     pub replace: bool,
     patch: Map<String, Value>,
+    /// A new selector, or none; `None`: as it is (with `replace`: none).
+    pub selector: Option<Option<Binding>>,
+    /// A new filter, or none; `None`: as it is (with `replace`: none).
+    pub filter: Option<Option<Binding>>,
 }
 
 impl ConfigureRequest {
+    /// The bindings after this request: selector, filter.
+    pub fn bindings(
+        &self,
+        selector: Option<Binding>,
+        filter: Option<Binding>,
+    ) -> (Option<Binding>, Option<Binding>) {
+        let after = |asked: &Option<Option<Binding>>, current: Option<Binding>| match asked {
+            Some(asked) => asked.clone(),
+            None if self.replace => None,
+            None => current,
+        };
+        (after(&self.selector, selector), after(&self.filter, filter))
+    }
+
     /// The options after this request.
     pub fn apply(&self, current: &QueueOptions) -> QueueOptions {
         let mut options = if self.replace { QueueOptions::default() } else { current.clone() };
@@ -167,13 +186,9 @@ pub fn parse_configure(body: &[u8]) -> Result<ConfigureRequest, ApiError> {
         Some(Value::String(mode)) if mode == "replace" => true,
         Some(other) => return Err(wrong("mode", "\"merge\" or \"replace\"", other)),
     };
-    for unsupported in ["selector", "filter"] {
-        if options.get(unsupported).is_some_and(|value| !value.is_null()) {
-            return Err(ApiError::bad_request(format!(
-                "{unsupported} is not supported: this version has no plugins"
-            )));
-        }
-    }
+    let bound =
+        |kind: PluginKind| options.get(kind.name()).map(|value| Binding::parse(kind, value)).transpose();
+    let (selector, filter) = (bound(PluginKind::Selector)?, bound(PluginKind::Filter)?);
     let mut patch = Map::new();
     for (key, kind) in KEYS {
         let Some(value) = options.get(*key) else { continue };
@@ -185,7 +200,7 @@ pub fn parse_configure(body: &[u8]) -> Result<ConfigureRequest, ApiError> {
             "encryptionEnabled: true is not supported: this version cannot encrypt",
         ));
     }
-    Ok(ConfigureRequest { queue, namespace, task, replace, patch })
+    Ok(ConfigureRequest { queue, namespace, task, replace, patch, selector, filter })
 }
 
 fn check(key: &str, kind: Kind, value: &Value) -> Result<Value, ApiError> {
@@ -260,13 +275,31 @@ mod tests {
             "retentionEnabled must be true or false, got \"yes\""
         );
         assert!(refusal(json!({"queue": "q", "options": []})).contains("options must be an object"));
-        assert!(refusal(json!({"queue": "q", "options": {"selector": "s"}})).contains("selector"));
+        assert!(refusal(json!({"queue": "q", "options": {"selector": 7}})).contains("selector"));
+        assert!(refusal(json!({"queue": "q", "filter": {"plugin": "No"}})).contains("\"No\""));
         assert_eq!(
             options(json!({"queue": "q", "options": {"minPopWaitTime": 90_000}})).min_pop_wait_time,
             60_000
         );
         assert_eq!(options(json!({"queue": "q", "options": {"minPopWaitTime": -5}})).min_pop_wait_time, 0);
         assert_eq!(QueueOptions::default().to_json().as_object().unwrap().len(), 17);
+    }
+
+    #[test]
+    fn bindings_are_set_kept_and_taken_away() {
+        let parse = |body: Value| parse_configure(body.to_string().as_bytes()).unwrap();
+        let set = parse(json!({"queue": "q", "options": {"filter": {"plugin": "f", "settings": {"a": 1}}}}));
+        let (selector, filter) = set.bindings(None, None);
+        assert_eq!(selector, None);
+        let filter = filter.unwrap();
+        assert_eq!((filter.plugin.as_str(), filter.settings["a"].as_str()), ("f", "1"));
+        let kept = parse(json!({"queue": "q", "options": {}})).bindings(None, Some(filter.clone()));
+        assert_eq!(kept.1, Some(filter.clone()));
+        let gone =
+            parse(json!({"queue": "q", "options": {"filter": null}})).bindings(None, Some(filter.clone()));
+        assert_eq!(gone.1, None);
+        let replaced = parse(json!({"queue": "q", "mode": "replace"})).bindings(None, Some(filter));
+        assert_eq!(replaced.1, None);
     }
 
     #[test]

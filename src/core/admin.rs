@@ -9,13 +9,17 @@ use uuid::Uuid;
 
 use super::discovery::DiscoveryKey;
 use super::engine::{GroupKey, store_error};
-use super::inbox::{ExtendJob, LaneHashes, Message, Opened, OpenedGroup, Page, start_mode};
+use super::inbox::{ExtendJob, LaneHashes, Message, Opened, OpenedGroup, Page, PopJob, start_mode};
 use super::owner_of_group;
 use crate::broker::ack;
 use crate::broker::answer::Reply;
+use crate::broker::error::ApiError;
+use crate::broker::plugin::{Binding, Kind};
 use crate::broker::pop::StartAt;
 use crate::broker::queue_options::namespace_and_task_of;
+use crate::plugins::library::Library;
 use crate::store::group::{self, QueueInfo};
+use crate::store::plugin;
 use crate::store::push::load_hashes;
 use crate::store::{Conn, Database, StoreError};
 
@@ -160,6 +164,42 @@ impl Admin {
         });
     }
 
+    /// Sees to it that a group's filter is the one that a pop names: registers it on
+    /// first contact, else refuses the pop.
+    pub(super) fn register_filter(
+        &self,
+        core: usize,
+        key: GroupKey,
+        job: Box<PopJob>,
+        library: Arc<Library>,
+    ) {
+        let me = self.clone();
+        self.run(move |conn| {
+            let Some(asked) = job.request.filter.clone() else { return };
+            let result = conn.and_then(|conn| {
+                let (namespace, task) = namespace_and_task_of(&key.0);
+                if let Some(info) = group::find_queue(conn, &key.0)?
+                    && let Some(stored) = plugin::find(conn, info.id, &key.1, Kind::Filter)?
+                {
+                    return Ok(agree(info, &asked, Some(&stored)));
+                }
+                if let Err(error) = library.check(Kind::Filter, &asked) {
+                    return Ok(Err(error));
+                }
+                let info = group::ensure_queue(conn, &key.0, namespace, task)?;
+                let stored = plugin::register(conn, info.id, &key.1, &asked)?;
+                // Read again: with the binding.
+                let info = group::find_queue(conn, &key.0)?.unwrap_or(info);
+                Ok(agree(info, &asked, stored.as_ref()))
+            });
+            match result {
+                Ok(Ok(info)) => me.send(core, Message::FilterAgreed(job, Box::new(info))),
+                Ok(Err(error)) => drop(job.reply.send(Reply::from(&error))),
+                Err(error) => drop(job.reply.send(Reply::from(&store_error(&error)))),
+            }
+        });
+    }
+
     /// Finds the queues of a discovery key and opens those that are new to it, each
     /// at its owner; then tells the key's home.
     pub(super) fn discover(&self, home: usize, key: Arc<DiscoveryKey>, start: StartAt, known: Vec<Uuid>) {
@@ -214,6 +254,25 @@ impl Admin {
                 Err(error) => Reply::from(&store_error(&error)),
             });
         });
+    }
+}
+
+/// The queue, if the filter that a pop names is what the group has.
+fn agree(info: QueueInfo, asked: &Binding, stored: Option<&Binding>) -> Result<QueueInfo, ApiError> {
+    match stored {
+        Some(stored) if stored.key == asked.key => Ok(info),
+        stored => {
+            let has = stored
+                .map_or("no filter".to_owned(), |stored| format!("filter {}", stored.to_json(Kind::Filter)));
+            Err(ApiError {
+                status: 409,
+                code: "filter_conflict",
+                message: format!(
+                    "the group has {has} on this queue, the pop names {}; change it with PUT /api/v1/consumer-groups/:group/queues/:queue/filter",
+                    asked.to_json(Kind::Filter)
+                ),
+            })
+        }
     }
 }
 

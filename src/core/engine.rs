@@ -22,6 +22,8 @@ use super::{Registry, owner_of_group};
 use crate::broker::answer::Reply;
 use crate::broker::error::ApiError;
 use crate::broker::segment::Packer;
+use crate::plugins::library::Library;
+use crate::plugins::pool::Pool;
 use crate::store::{Conn, StoreError};
 
 /// Most requests of one turn.
@@ -47,6 +49,8 @@ pub struct Engine {
     pub(super) metrics: Arc<Metrics>,
     pub(super) link: Link,
     pub(super) packer: Packer,
+    pub(super) pool: Pool,
+    pub(super) library: Arc<Library>,
     pub(super) start: Instant,
     pub(super) now: Instant,
 
@@ -79,8 +83,10 @@ impl Engine {
         registry: Arc<Registry>,
         metrics: Arc<Metrics>,
         link: Link,
+        library: Arc<Library>,
     ) -> Self {
         let now = Instant::now();
+        let pool = Pool::new(library.host.clone(), library.limits.clone(), library.current());
         Self {
             index,
             inbox,
@@ -91,6 +97,8 @@ impl Engine {
             metrics,
             link,
             packer: Packer::new(),
+            pool,
+            library,
             start: now,
             now,
             lanes: Lanes::default(),
@@ -190,6 +198,8 @@ impl Engine {
             Message::QueueInfos(asked, infos) => self.apply_infos(&asked, infos),
             Message::QueueDeleted(queue) => self.forget_queue(&queue),
             Message::GroupForgotten(queue, group) => self.forget_group(queue.as_deref(), &group),
+            Message::FilterAgreed(job, info) => self.filter_agreed(job, *info),
+            Message::Plugins(loaded) => self.pool.replace(loaded),
             Message::Stop => self.stopping = true,
             Message::Push(_) | Message::Pop(_) | Message::Ack(_) | Message::Extend(_) => {
                 unreachable!("requests are sorted in accept")
@@ -534,6 +544,8 @@ impl Engine {
                 group.targeted_ready.extend(names);
             }
             wake |= group.ring.has_ready() && group.has_waiters();
+            // What a selector withheld then, it may choose now.
+            group.withheld.clear();
             self.continue_pages(key);
             if wake {
                 // Not a wake by news: the distance of the re-checks goes on growing.

@@ -1,15 +1,18 @@
 //! One (queue, consumer group) as its owning core knows it: the candidate ring,
 //! the pops that wait, and when to look again.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use uuid::Uuid;
 
 use super::discovery::DiscoveryKey;
+use super::filtering::Scan;
 use super::inbox::PopJob;
 use super::ring::Ring;
+use super::selecting::FactTable;
+use crate::broker::plugin::Binding;
 use crate::broker::pop::PopTarget;
 use crate::store::group::{PendingPartition, QueueInfo};
 
@@ -83,6 +86,12 @@ pub struct GroupState {
     pub impatient: BTreeSet<u64>,
     /// Ids of partitions that targeted pops have named.
     pub known: HashMap<Arc<str>, Uuid>,
+    /// How far its pops read ahead of a filter.
+    pub scan: Scan,
+    /// Pops whose selector withheld everything that was ready, until there is news.
+    pub withheld: HashSet<u64>,
+    /// What selectors are told of partitions.
+    pub facts: FactTable,
     /// Discovery keys (and their home core) to be told of the next wake.
     pub watchers: Vec<(usize, Arc<DiscoveryKey>)>,
     /// When waiting pops were last woken.
@@ -117,6 +126,9 @@ impl GroupState {
             targeted_ready: Vec::new(),
             impatient: BTreeSet::new(),
             known: HashMap::new(),
+            scan: Scan::default(),
+            withheld: HashSet::new(),
+            facts: FactTable::default(),
             watchers: Vec::new(),
             last_wake: None,
             gate_due: None,
@@ -127,6 +139,22 @@ impl GroupState {
             scheduled: None,
             deadlines: BTreeSet::new(),
             fills: BTreeSet::new(),
+        }
+    }
+
+    /// The filter of its pops.
+    pub fn filter(&self, name: &str) -> Option<Arc<Binding>> {
+        self.info.as_ref()?.filter_of(name).cloned()
+    }
+
+    /// Messages and partitions to take from the ring for a pop that takes so many.
+    pub fn reach(&self, filter: Option<&Arc<Binding>>, batch: u32, partitions: u32) -> (u64, u32) {
+        match filter {
+            None => (u64::from(batch), partitions),
+            Some(_) => {
+                let (batch, partitions) = self.scan.claim(batch, partitions);
+                (u64::from(batch), partitions)
+            }
         }
     }
 
@@ -160,6 +188,7 @@ impl GroupState {
     pub fn unpark(&mut self, seq: u64) -> Option<Box<PopJob>> {
         let job = self.jobs.remove(&seq)?;
         self.impatient.remove(&seq);
+        self.withheld.remove(&seq);
         if let Some(deadline) = job.deadline() {
             self.deadlines.remove(&(deadline, seq));
         }
@@ -269,8 +298,12 @@ impl GroupState {
                 self.pages = Pages::Paused(None);
             }
         } else {
+            if !self.ring.contains(partition) {
+                self.facts.filled(partition);
+            }
             self.ring.mark(partition, messages);
         }
+        self.withheld.clear();
         wanted
     }
 
@@ -278,6 +311,7 @@ impl GroupState {
     pub fn settled(&mut self, partition: Uuid, pending: bool) -> bool {
         if pending {
             self.ring.promote(partition);
+            self.withheld.clear();
         } else {
             self.ring.finished(partition);
         }
@@ -287,6 +321,9 @@ impl GroupState {
 
     /// Partitions with work, from the database. True if somebody may want them.
     pub fn seed(&mut self, found: &[PendingPartition]) -> bool {
+        if !found.is_empty() {
+            self.withheld.clear();
+        }
         for partition in found {
             if let Some(targeted) = self.targeted.get_mut(partition.name.as_str()) {
                 targeted.partition = Some(partition.id);

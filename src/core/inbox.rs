@@ -55,6 +55,10 @@ pub enum Message {
     QueueDeleted(Arc<str>),
     /// A group was deleted (on this queue, or everywhere): its next pop is a first contact.
     GroupForgotten(Option<Arc<str>>, Arc<str>),
+    /// The filter that a pop names is its group's now.
+    FilterAgreed(Box<PopJob>, Box<QueueInfo>),
+    /// Other plugins can be called from now on.
+    Plugins(Arc<crate::plugins::library::Loaded>),
     /// Answer what waits, take no more, end.
     Stop,
 }
@@ -83,6 +87,8 @@ pub struct PopJob {
     pub fill_until: Option<Instant>,
     /// The partition named did not exist when this pop arrived: whatever comes is new to it.
     pub partition_was_missing: bool,
+    /// The filter it names is the group's.
+    pub filter_agreed: bool,
 }
 
 impl PopJob {

@@ -32,6 +32,7 @@ counters! {
     pop_empty: "pops_empty_total", "Pops answered with nothing.";
     popped_messages: "popped_messages_total", "Messages delivered.";
     claims: "claim_commits_total", "Commits made for pops.";
+    trims: "trim_commits_total", "Commits made for what filters left of claims.";
     acks: "acks_total", "Ack calls answered.";
     acked_messages: "acked_messages_total", "Acknowledgements applied.";
     ack_failures: "ack_failures_total", "Acknowledgements refused.";

@@ -16,6 +16,7 @@ pub mod admin;
 pub mod dedup;
 pub mod discovery;
 pub mod engine;
+pub mod filtering;
 pub mod group;
 pub mod hints;
 pub mod inbox;
@@ -26,6 +27,7 @@ pub mod metrics;
 pub mod popping;
 pub mod pushing;
 pub mod ring;
+pub mod selecting;
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -40,6 +42,7 @@ use crate::broker::ack::AckRequest;
 use crate::broker::answer::ReplyHandle;
 use crate::broker::pop::{PopRequest, PopTarget};
 use crate::broker::push::PushRequest;
+use crate::plugins::library::Library;
 use crate::store::{Database, StoreError};
 use admin::Admin;
 use engine::{Engine, GroupKey};
@@ -47,6 +50,8 @@ use inbox::{AckJob, ExtendJob, Mark, Message, PopJob, PushJob, Settled};
 use link::Link;
 use metrics::Metrics;
 
+/// Stack of a core thread: plugins run on it, and their own limit must be reached first.
+const CORE_STACK_BYTES: usize = 8 * 1024 * 1024;
 /// Threads for slow work of the cores.
 const ADMIN_THREADS: usize = 2;
 /// Threads for admin requests.
@@ -98,7 +103,7 @@ pub struct Cores {
 
 impl Cores {
     /// Connects, and starts `cores` core threads and their helpers.
-    pub fn start(database: &Database, cores: usize) -> Result<Self, StoreError> {
+    pub fn start(database: &Database, cores: usize, library: &Arc<Library>) -> Result<Self, StoreError> {
         let thread =
             |error: std::io::Error| StoreError::Unavailable(format!("cannot start a thread: {error}"));
         let (peers, inboxes): (Vec<_>, Vec<_>) = (0..cores).map(|_| unbounded()).unzip();
@@ -122,8 +127,10 @@ impl Cores {
                 registry.clone(),
                 metrics.clone(),
                 link,
+                library.clone(),
             );
-            threads.push(std::thread::Builder::new().name(name).spawn(move || engine.run()).map_err(thread)?);
+            let builder = std::thread::Builder::new().name(name).stack_size(CORE_STACK_BYTES);
+            threads.push(builder.spawn(move || engine.run()).map_err(thread)?);
         }
         Ok(Self { peers, admin, metrics, hints, stop: Mutex::new(Some((stop, threads))) })
     }
@@ -156,7 +163,15 @@ impl Cores {
         };
         let group = request.group.as_str().into();
         let arrived = Instant::now();
-        let job = PopJob { request, group, reply, arrived, fill_until: None, partition_was_missing: false };
+        let job = PopJob {
+            request,
+            group,
+            reply,
+            arrived,
+            fill_until: None,
+            partition_was_missing: false,
+            filter_agreed: false,
+        };
         self.send(core, Message::Pop(Box::new(job)));
     }
 

@@ -7,15 +7,19 @@ use uuid::Uuid;
 
 use super::discovery::Visit;
 use super::engine::{Engine, GroupKey, group_mut, group_or_new, store_error};
+use super::filtering::{ClaimedSpan, ToJudge};
 use super::group::{Pages, Phase};
 use super::inbox::{PopJob, Settled, start_mode};
 use super::leases::{Span, new_lease_id};
 use super::ring::Verdict;
+use super::selecting::select;
 use crate::broker::answer::{Delivery as Written, Reply};
 use crate::broker::error::ApiError;
+use crate::broker::plugin::Binding;
 use crate::broker::pop::{self, Delivery, PopTarget, SegmentSlice, StartAt};
 use crate::store::StoreError;
 use crate::store::claim::{self, Claim, ClaimVerdict, ClaimedSegment};
+use crate::store::group::QueueInfo;
 
 /// Pops of one claim.
 const MAX_POPS: usize = 64;
@@ -25,6 +29,8 @@ const MAX_CANDIDATES: usize = 1_000;
 const MAX_CALL_CANDIDATES: usize = 4_000;
 /// Claims of one turn; what is left goes on in the next, after the pushes and acks that came meanwhile.
 const MAX_ROUNDS: usize = 8;
+/// No further claim is begun in a turn after this time.
+const MAX_TURN: Duration = Duration::from_millis(20);
 /// When a partition whose cursor row is locked elsewhere is tried again, in milliseconds.
 const BUSY_MS: u64 = 5;
 /// A window ends early with this many messages; as in the migration.
@@ -34,10 +40,24 @@ const MAX_KNOWN: usize = 10_000;
 
 /// One pop's share of a claim.
 pub struct Attempt {
-    key: GroupKey,
+    pub(super) key: GroupKey,
     pop: Popper,
-    lease: Uuid,
+    pub(super) lease: Uuid,
     candidates: Vec<Uuid>,
+    /// Judges what is claimed.
+    filter: Option<Arc<Binding>>,
+}
+
+impl Attempt {
+    /// Messages and partitions that its pop still takes.
+    pub(super) fn room(&self) -> (u32, u32) {
+        self.pop.room()
+    }
+
+    /// Whether its pop commits at once.
+    pub(super) fn auto_ack(&self) -> bool {
+        self.pop.job().request.auto_ack
+    }
 }
 
 enum Popper {
@@ -77,6 +97,16 @@ impl Engine {
         let seq = self.next_seq();
         let group = group_or_new(&mut self.groups, &key, now);
         group.used_at = now;
+        if let Some(filter) = &job.request.filter
+            && !job.filter_agreed
+        {
+            let own =
+                group.info.as_ref().and_then(|info| info.groups.get(&*key.1)).and_then(|own| own[1].as_ref());
+            if own.is_none_or(|own| own.key != filter.key) {
+                self.admin.register_filter(index, key, job, self.library.clone());
+                return;
+            }
+        }
         if !group.has_waiters() {
             group.backoff = super::group::RECHECK_FIRST;
             group.recheck_at = now + group.backoff;
@@ -103,6 +133,15 @@ impl Engine {
         self.schedule(&key);
     }
 
+    /// The filter that a pop names is its group's now.
+    pub(super) fn filter_agreed(&mut self, mut job: Box<PopJob>, info: QueueInfo) {
+        let key: GroupKey = (info.name.as_str().into(), job.group.clone());
+        let now = self.now;
+        group_or_new(&mut self.groups, &key, now).info = Some(info);
+        job.filter_agreed = true;
+        self.accept_pop(job);
+    }
+
     /// A discovery pop has arrived at an owner.
     pub(super) fn visit(&mut self, mut visit: Box<Visit>) {
         let Some(queue) = visit.route.pop() else { return };
@@ -112,14 +151,20 @@ impl Engine {
             lease: visit.lease,
             pop: Popper::Visiting(visit),
             candidates: Vec::new(),
+            filter: None,
         });
     }
 
     /// Serves waiting pops from the groups that may have something for them.
     pub(super) fn serve_pops(&mut self) {
+        let until = Instant::now() + MAX_TURN;
         for _ in 0..MAX_ROUNDS {
             if !self.link.is_up() {
                 return;
+            }
+            // A filter that lets little through makes long rounds: others first.
+            if Instant::now() >= until {
+                break;
             }
             let attempts = self.attempts();
             if attempts.is_empty() {
@@ -140,7 +185,8 @@ impl Engine {
     fn round_over(&mut self, key: &GroupKey) -> bool {
         self.continue_pages(key);
         let Some(group) = group_mut(&mut self.groups, key) else { return true };
-        let more = (group.ring.has_ready() && group.wildcard.iter().any(|seq| !group.is_filling(*seq)))
+        let more = (group.ring.has_ready()
+            && group.wildcard.iter().any(|seq| !group.is_filling(*seq) && !group.withheld.contains(seq)))
             || !group.targeted_ready.is_empty();
         if more {
             return group.phase == Phase::Opening && group.targeted_ready.is_empty();
@@ -175,9 +221,20 @@ impl Engine {
             let taken = match group_mut(&mut self.groups, &key) {
                 Some(group) if group.phase == Phase::Open => {
                     group.used_at = self.now;
-                    let taken = group
-                        .ring
-                        .take((visit.partitions_left as usize).min(MAX_CANDIDATES), u64::from(visit.left));
+                    visiting.filter = group.filter(&key.1);
+                    let (messages, partitions) =
+                        group.reach(visiting.filter.as_ref(), visit.left, visit.partitions_left);
+                    let most = (partitions as usize).min(MAX_CANDIDATES);
+                    let taken =
+                        match select(&mut self.pool, &mut self.link, group, &key, &visit.job, self.now) {
+                            Ok(None) => group.ring.take(most, messages),
+                            Ok(Some(order)) => group.ring.take_in_order(order, most, messages),
+                            Err(reply) => {
+                                visit.route.clear();
+                                visit.failed = visit.deliveries.is_empty().then_some(reply);
+                                Vec::new()
+                            }
+                        };
                     if taken.is_empty() && visit.job.request.wait.is_some() {
                         group.watch(visit.home, &visit.key);
                     }
@@ -233,11 +290,13 @@ impl Engine {
                     continue;
                 }
                 candidates += 1;
+                let filter = group.filter(&key.1);
                 attempts.push(Attempt {
                     key: key.clone(),
                     pop: Popper::Waiting(seq, job),
                     lease: new_lease_id(core),
                     candidates: vec![id],
+                    filter,
                 });
             }
             if group.phase != Phase::Open {
@@ -249,7 +308,7 @@ impl Engine {
                 {
                     break;
                 }
-                if group.should_fill(seq, now) {
+                if group.should_fill(seq, now) || group.withheld.contains(&seq) {
                     continue;
                 }
                 let Some(job) = group.unpark(seq) else { continue };
@@ -257,14 +316,31 @@ impl Engine {
                     job.reply.send(Reply::no_content());
                     continue;
                 }
-                let partitions = (job.request.partitions as usize).min(MAX_CANDIDATES);
-                let taken = group.ring.take(partitions, u64::from(job.request.batch));
+                let filter = group.filter(&key.1);
+                let (messages, partitions) =
+                    group.reach(filter.as_ref(), job.request.batch, job.request.partitions);
+                let most = (partitions as usize).min(MAX_CANDIDATES);
+                let taken = match select(&mut self.pool, &mut self.link, group, &key, &job, now) {
+                    Ok(None) => group.ring.take(most, messages),
+                    Ok(Some(order)) => group.ring.take_in_order(order, most, messages),
+                    Err(reply) => {
+                        job.reply.send(reply);
+                        continue;
+                    }
+                };
+                if taken.is_empty() {
+                    // Its selector withholds all there is: it waits for news, as if there were nothing.
+                    group.withheld.insert(seq);
+                    group.park(seq, job);
+                    continue;
+                }
                 candidates += taken.len();
                 attempts.push(Attempt {
                     key: key.clone(),
                     pop: Popper::Waiting(seq, job),
                     lease: new_lease_id(core),
                     candidates: taken,
+                    filter,
                 });
             }
         }
@@ -337,13 +413,19 @@ impl Engine {
         let mut arguments = Claim::default();
         for (n, attempt) in attempts.iter().enumerate() {
             let request = &attempt.pop.job().request;
-            let (batch, partitions) = attempt.pop.room();
+            let (mut batch, mut partitions) = attempt.pop.room();
+            if attempt.filter.is_some()
+                && let Some(group) = group_mut(&mut self.groups, &attempt.key)
+            {
+                (batch, partitions) = group.scan.claim(batch, partitions);
+            }
             arguments.group.push(&attempt.key.1);
             arguments.lease.push(attempt.lease);
             arguments.batch.push(batch as i32);
             arguments.partitions.push(partitions.min(i32::MAX as u32) as i32);
             arguments.lease_seconds.push(request.lease_seconds.map(|s| s as i32));
-            arguments.auto.push(request.auto_ack);
+            // What a filter judges is committed by the trim.
+            arguments.auto.push(request.auto_ack && attempt.filter.is_none());
             for candidate in &attempt.candidates {
                 arguments.pop.push(n as i32 + 1);
                 arguments.partition.push(*candidate);
@@ -364,8 +446,10 @@ impl Engine {
         let mut unseeded: Vec<(Uuid, Arc<str>, StartAt)> = Vec::new();
         let now_ms = self.now_ms();
         let mut done = Vec::with_capacity(attempts.len());
+        let mut to_judge = Vec::new();
         for attempt in attempts {
-            let (mut deliveries, mut spans) = (Vec::new(), Vec::new());
+            let (mut deliveries, mut spans, mut claimed) = (Vec::new(), Vec::new(), Vec::new());
+            let asked = self.asked(&attempt);
             let auto = attempt.pop.job().request.auto_ack;
             let mut gone = Vec::new();
             for candidate in &attempt.candidates {
@@ -385,14 +469,29 @@ impl Engine {
                         remaining,
                         segments,
                     } => {
-                        deliveries.push(Delivery {
+                        let delivery = Delivery {
                             queue: attempt.key.0.to_string(),
                             partition,
                             partition_id: *candidate,
                             attempt: nth,
                             segments: slices(segments, first, end),
-                        });
+                        };
                         let lasts = lease_ms.unwrap_or(0).max(0);
+                        self.served(&attempt.key, &delivery, remaining);
+                        if attempt.filter.is_some() {
+                            // Less than was asked for: what is behind it is not visible yet.
+                            let more = remaining > 0 && asked.is_none_or(|batch| end - first + 1 >= batch);
+                            claimed.push(ClaimedSpan {
+                                delivery,
+                                first,
+                                end,
+                                lasts_ms: lasts as u64,
+                                remaining: remaining.max(0) as u64,
+                                more,
+                            });
+                            continue;
+                        }
+                        deliveries.push(delivery);
                         spans.push((first, lasts as u64));
                         let until = (!auto).then(|| until(lasts));
                         Verdict::Took { until, remaining: remaining.max(0) as u64 }
@@ -425,13 +524,45 @@ impl Engine {
             {
                 group.forget_partitions(&gone);
             }
-            done.push((attempt, deliveries, spans));
+            match attempt.filter.clone() {
+                Some(filter) if !claimed.is_empty() => {
+                    to_judge.push(ToJudge { attempt, filter, spans: claimed });
+                }
+                _ => done.push((attempt, deliveries, spans)),
+            }
         }
         if !unseeded.is_empty() {
             self.seed_cursors(&unseeded);
         }
         for (attempt, deliveries, spans) in done {
             self.settle_attempt(attempt, deliveries, spans);
+        }
+        if !to_judge.is_empty() {
+            self.run_filters(to_judge);
+        }
+    }
+
+    /// Messages that a filtered attempt asked for, where what is stored may not be visible yet.
+    fn asked(&mut self, attempt: &Attempt) -> Option<i64> {
+        let group = group_mut(&mut self.groups, &attempt.key)?;
+        let delayed = group.info.as_ref().is_some_and(|info| info.delayed_seconds > 0);
+        let (batch, _) = group.scan.claim(attempt.room().0, 1);
+        delayed.then_some(i64::from(batch))
+    }
+
+    /// Ends an attempt whose claims led to nothing but an error.
+    pub(super) fn refuse_attempt(&mut self, attempt: Attempt, reply: &Reply) {
+        match attempt.pop {
+            Popper::Waiting(_, job) => {
+                job.reply.send(reply.clone());
+            }
+            Popper::Visiting(mut visit) => {
+                if visit.deliveries.is_empty() {
+                    visit.failed = Some(reply.clone());
+                }
+                visit.route.clear();
+                self.forward(visit, self.peers.len());
+            }
         }
     }
 
@@ -446,8 +577,13 @@ impl Engine {
         }
     }
 
-    fn settle_attempt(&mut self, attempt: Attempt, deliveries: Vec<Delivery>, spans: Vec<(i64, u64)>) {
-        let Attempt { key, pop, lease, candidates } = attempt;
+    pub(super) fn settle_attempt(
+        &mut self,
+        attempt: Attempt,
+        deliveries: Vec<Delivery>,
+        spans: Vec<(i64, u64)>,
+    ) {
+        let Attempt { key, pop, lease, candidates, .. } = attempt;
         match pop {
             Popper::Waiting(seq, job) if deliveries.is_empty() => {
                 let targeted = job.partition().map(Arc::<str>::from);
@@ -640,6 +776,7 @@ fn slices(segments: Vec<ClaimedSegment>, first: i64, end: i64) -> Vec<SegmentSli
                 data: segment.data,
                 skip: (from - segment.base_offset) as usize,
                 take: (to - from + 1) as usize,
+                only: None,
             })
         })
         .collect()

@@ -151,6 +151,35 @@ impl Ring {
         taken
     }
 
+    /// The next candidates in their order, and the messages they probably hold. They stay where they are.
+    pub fn peek(&self, most: usize) -> Vec<(Uuid, u64)> {
+        self.ready.values().take(most).map(|id| (*id, self.entries[id].messages.max(1))).collect()
+    }
+
+    /// As [`Ring::take`], in an order of somebody else's; what is not ready is passed over.
+    pub fn take_in_order(
+        &mut self,
+        order: impl IntoIterator<Item = Uuid>,
+        partitions: usize,
+        messages: u64,
+    ) -> Vec<Uuid> {
+        let (mut taken, mut expected) = (Vec::new(), 0u64);
+        for id in order {
+            if taken.len() >= partitions || expected >= messages {
+                break;
+            }
+            let Some(entry) = self.entries.get_mut(&id) else { continue };
+            let State::Ready { place } = entry.state else { continue };
+            self.ready.remove(&place);
+            entry.state = State::InFlight { place };
+            entry.dirty = false;
+            self.ready_messages -= entry.messages;
+            expected = expected.saturating_add(entry.messages.max(1));
+            taken.push(id);
+        }
+        taken
+    }
+
     /// Takes one partition, whatever its state. False: it is in flight already.
     pub fn take_one(&mut self, id: Uuid) -> bool {
         if let Some(Entry { state: State::InFlight { .. }, .. }) = self.entries.get(&id) {

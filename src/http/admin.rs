@@ -6,10 +6,12 @@ use serde_json::json;
 use uuid::Uuid;
 
 use super::edge::Method;
+use super::plugins;
 use super::router::App;
 use super::transaction;
 use crate::broker::answer::{Reply, ReplyHandle};
 use crate::broker::error::ApiError;
+use crate::broker::plugin::Kind;
 use crate::broker::query::Query;
 use crate::broker::queue_options::{QueueOptions, namespace_and_task_of, parse_configure};
 use crate::core::engine::store_error;
@@ -32,6 +34,8 @@ pub enum Route {
     Message(String, String),
     /// `POST /api/v1/transaction`
     Transaction,
+    /// Plugins and their bindings
+    Plugins(plugins::Route),
     /// `GET /health`
     Health,
     /// `GET /livez`
@@ -62,7 +66,10 @@ pub fn find(parts: &[&str], method: Method) -> Option<(Route, &'static str)> {
         ["livez"] => (Route::Livez, "GET, HEAD"),
         ["metrics"] => (Route::Metrics, "GET, HEAD"),
         ["metrics", "prometheus"] => (Route::Prometheus, "GET, HEAD"),
-        _ => return None,
+        parts => {
+            let (route, allowed) = plugins::find(parts, method)?;
+            (Route::Plugins(route), allowed)
+        }
     })
 }
 
@@ -107,6 +114,7 @@ pub fn handle(app: &Arc<App>, route: Route, query: &str, body: Vec<u8>, reply: R
                 None => Err(ApiError::not_found("Message not found")),
             })
         }),
+        Route::Plugins(route) => plugins::handle(app, route, body, reply),
         Route::Transaction => with_database(app, reply, move |app, conn| transaction::run(app, conn, &body)),
         Route::DeleteQueue(name) => with_database(app, reply, move |app, conn| {
             let existed = queue::delete(conn, &name)?;
@@ -162,7 +170,8 @@ fn dead_letters(conn: &mut Conn, query: &Query<'_>) -> Outcome {
 /// What an admin request comes to: an answer, a refusal, or a fault of the database.
 pub type Outcome = Result<Result<Reply, ApiError>, StoreError>;
 
-fn with_database(
+/// Runs an admin request on an admin thread.
+pub fn with_database(
     app: &Arc<App>,
     reply: ReplyHandle,
     work: impl FnOnce(&App, &mut Conn) -> Outcome + Send + 'static,
@@ -186,14 +195,27 @@ fn configure(app: &App, conn: &mut Conn, body: &[u8]) -> Outcome {
     let current = queue::find(conn, &request.queue)?;
     let options = request.apply(&current.as_ref().map_or_else(QueueOptions::default, |q| q.options.clone()));
     let (from_name, task_of_name) = namespace_and_task_of(&request.queue);
-    let namespace =
-        request.namespace.as_deref().or(current.as_ref().map(|q| q.namespace.as_str())).unwrap_or(from_name);
-    let task = request.task.as_deref().or(current.as_ref().map(|q| q.task.as_str())).unwrap_or(task_of_name);
-    let id = queue::save(conn, &request.queue, namespace, task, &options)?;
+    let namespace = request.namespace.as_deref().or(current.as_ref().map(|q| q.namespace.as_str()));
+    let namespace = namespace.unwrap_or(from_name).to_owned();
+    let task = request.task.as_deref().or(current.as_ref().map(|q| q.task.as_str()));
+    let task = task.unwrap_or(task_of_name).to_owned();
+    let (selector, filter) = match current {
+        Some(current) => request.bindings(current.selector, current.filter),
+        None => request.bindings(None, None),
+    };
+    for (kind, asked) in [(Kind::Selector, &request.selector), (Kind::Filter, &request.filter)] {
+        if let Some(Some(binding)) = asked
+            && let Err(error) = app.library.check(kind, binding)
+        {
+            return Ok(Err(error));
+        }
+    }
+    let id =
+        queue::save(conn, &request.queue, &namespace, &task, &options, selector.as_ref(), filter.as_ref())?;
     app.cores.tell(|| Message::CatalogChanged);
     let answer = json!({
         "configured": true, "queueId": id, "partitionId": null, "queue": request.queue, "namespace": namespace,
-        "task": task, "storage": "segments", "options": options.to_json(),
+        "task": task, "storage": "segments", "options": queue::options_json(&options, selector.as_ref(), filter.as_ref()),
     });
     Ok(Ok(Reply::json(200, answer.to_string())))
 }
@@ -220,6 +242,7 @@ fn prometheus(app: &App) -> Reply {
     let mut text = app.cores.metrics.text();
     text.push_str("# HELP waspmq_connections Connections open.\n# TYPE waspmq_connections gauge\n");
     text.push_str(&format!("waspmq_connections {}\n", (app.connections)()));
+    plugins::prometheus(app, &mut text);
     Reply {
         status: 200,
         content_type: "text/plain; version=0.0.4",

@@ -1,5 +1,6 @@
 //! HTTP: the edges, and the routes above them.
 pub mod admin;
 pub mod edge;
+pub mod plugins;
 pub mod router;
 pub mod transaction;

@@ -9,10 +9,12 @@ use super::admin;
 use super::edge::{Method, Request};
 use crate::broker::answer::{Reply, ReplyHandle};
 use crate::broker::error::ApiError;
-use crate::broker::pop::{PopDefaults, PopRequest, PopTarget};
+use crate::broker::plugin::Kind;
+use crate::broker::pop::{PopDefaults, PopRequest, PopTarget, SelectorChoice};
 use crate::broker::query::Query;
 use crate::broker::{ack, push};
 use crate::core::Cores;
+use crate::plugins::library::Library;
 
 /// Bodies above this are parsed off the I/O thread, in bytes.
 const LARGE_BODY: usize = 256 * 1024;
@@ -21,6 +23,8 @@ const LARGE_BODY: usize = 256 * 1024;
 pub struct App {
     /// Where the work goes.
     pub cores: Cores,
+    /// The plugins.
+    pub library: Arc<Library>,
     /// From the command line.
     pub pop_defaults: PopDefaults,
     /// When the broker started.
@@ -64,7 +68,10 @@ pub fn handle(app: &Arc<App>, request: Request) {
     }
     match route {
         Route::Pop(pop) => match PopRequest::parse(pop, &Query::new(query), &app.pop_defaults) {
-            Ok(request) => app.cores.pop(request, reply),
+            Ok(request) => match own_selector_missing(app, &request) {
+                None => app.cores.pop(request, reply),
+                Some(error) => drop(reply.send(Reply::from(&error))),
+            },
             Err(error) => drop(reply.send(Reply::from(&error))),
         },
         Route::Push if body.len() > LARGE_BODY => {
@@ -79,6 +86,22 @@ pub fn handle(app: &Arc<App>, request: Request) {
             Err(error) => drop(reply.send(Reply::from(&error))),
         },
         Route::Admin(route) => admin::handle(app, route, query, body, reply),
+    }
+}
+
+/// A pop that names a selector which is not loaded is mistaken, not unlucky.
+fn own_selector_missing(app: &App, request: &PopRequest) -> Option<ApiError> {
+    let SelectorChoice::Own(own) = &request.selector else { return None };
+    match app.library.current().get(own.plugin.as_str()) {
+        Some(version) if version.is(Kind::Selector) => None,
+        Some(_) => {
+            Some(ApiError::bad_request(format!("selector: plugin \"{}\" is not a selector", own.plugin)))
+        }
+        None => Some(ApiError {
+            status: 400,
+            code: "unknown_plugin",
+            message: format!("selector: there is no plugin \"{}\"", own.plugin),
+        }),
     }
 }
 

@@ -57,7 +57,12 @@ impl Snapshot {
         let mut frames = segment::frames(&raw);
         frames.skip_frames((offset - stored.base_offset) as usize);
         let frame = frames.next()?.ok()?;
-        Some(Self {
+        Some(Self::of_frame(&frame, offset, stored.created, error))
+    }
+
+    /// Of a message that is at hand, for the first group.
+    pub fn of_frame(frame: &segment::Frame<'_>, offset: i64, created: Micros, error: &str) -> Self {
+        Self {
             item: 1,
             offset,
             message_id: frame.message_id,
@@ -67,8 +72,8 @@ impl Snapshot {
             producer_sub: frame.producer_sub.map(str::to_owned),
             payload: frame.payload.to_vec(),
             error: error.to_owned(),
-            created: stored.created,
-        })
+            created,
+        }
     }
 }
 

@@ -1,6 +1,10 @@
 //! Queues, subscriptions, and which partitions have work for a group.
 
+use std::collections::HashMap;
+use std::sync::Arc;
+
 use super::{Conn, Micros, StoreError};
+use crate::broker::plugin::{Binding, Kind};
 use uuid::Uuid;
 
 /// A queue as the data plane needs to know it.
@@ -20,12 +24,24 @@ pub struct QueueInfo {
     pub dedup_window_seconds: i32,
     /// Seconds a partition is held back after its first unseen push; 0 = off.
     pub window_buffer_seconds: i32,
+    /// Seconds before a message is visible.
+    pub delayed_seconds: i32,
+    /// For selectors.
+    pub priority: i32,
+    /// Its selector.
+    pub selector: Option<Arc<Binding>>,
+    /// Its filter.
+    pub filter: Option<Arc<Binding>>,
+    /// Bindings of groups: selector, filter. They go before the queue's.
+    pub groups: HashMap<String, [Option<Arc<Binding>>; 2]>,
 }
 
 /// The columns of [`QueueInfo`], in order.
 macro_rules! info_columns {
     () => {
-        "id, name, namespace, task, min_pop_wait_time, dedup_window_seconds, window_buffer"
+        "id, name, namespace, task, min_pop_wait_time, dedup_window_seconds, window_buffer, delayed_processing, priority,
+         selector, filter, (SELECT json_agg(json_build_array(b.group_name, b.kind, b.binding))::text
+                            FROM plugin_binding b WHERE b.queue_id = queue.id)"
     };
 }
 
@@ -39,8 +55,41 @@ impl QueueInfo {
             min_pop_wait_ms: row.get(4),
             dedup_window_seconds: row.get(5),
             window_buffer_seconds: row.get(6),
+            delayed_seconds: row.get(7),
+            priority: row.get(8),
+            selector: row.get::<_, Option<&str>>(9).and_then(|text| bound(Kind::Selector, text)),
+            filter: row.get::<_, Option<&str>>(10).and_then(|text| bound(Kind::Filter, text)),
+            groups: row.get::<_, Option<&str>>(11).map(group_bindings).unwrap_or_default(),
         }
     }
+
+    /// The filter of a group's pops.
+    pub fn filter_of(&self, group: &str) -> Option<&Arc<Binding>> {
+        self.groups.get(group).and_then(|[_, filter]| filter.as_ref()).or(self.filter.as_ref())
+    }
+
+    /// The selector of a group's pops.
+    pub fn selector_of(&self, group: &str) -> Option<&Arc<Binding>> {
+        self.groups.get(group).and_then(|[selector, _]| selector.as_ref()).or(self.selector.as_ref())
+    }
+}
+
+fn bound(kind: Kind, text: &str) -> Option<Arc<Binding>> {
+    Binding::stored(kind, text).map(Arc::new)
+}
+
+fn group_bindings(text: &str) -> HashMap<String, [Option<Arc<Binding>>; 2]> {
+    let rows: Vec<(String, String, String)> = serde_json::from_str(text).unwrap_or_default();
+    let mut groups: HashMap<String, [Option<Arc<Binding>>; 2]> = HashMap::new();
+    for (group, kind, binding) in rows {
+        let of_group = groups.entry(group).or_default();
+        if kind == "filter" {
+            of_group[1] = bound(Kind::Filter, &binding);
+        } else {
+            of_group[0] = bound(Kind::Selector, &binding);
+        }
+    }
+    groups
 }
 
 /// Finds a queue.

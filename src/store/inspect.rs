@@ -85,7 +85,7 @@ pub fn queue(conn: &mut Conn, name: &str, limit: i64, offset: i64) -> Result<Opt
         .collect();
     Ok(Some(json!({
         "id": found.id, "name": name, "namespace": found.namespace, "task": found.task, "createdAt": text(found.created),
-        "options": found.options.to_json(), "partitions": partitions,
+        "options": found.options_json(), "partitions": partitions,
         "totals": {"total": total, "pending": pending, "processing": sum(6), "completed": total - pending,
                    "failed": null, "deadLetter": sum(7)},
         "retainedBytes": sum(11), "segments": {"segments": sum(9), "messages": sum(10)},

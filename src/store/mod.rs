@@ -8,6 +8,7 @@ pub mod embedded;
 pub mod group;
 pub mod hint;
 pub mod inspect;
+pub mod plugin;
 pub mod push;
 pub mod queue;
 pub mod schema;

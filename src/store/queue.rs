@@ -3,6 +3,7 @@
 use uuid::Uuid;
 
 use super::{Conn, Micros, StoreError};
+use crate::broker::plugin::{Binding, Kind};
 use crate::broker::queue_options::QueueOptions;
 
 /// A queue with its options.
@@ -18,6 +19,29 @@ pub struct Queue {
     pub created: Micros,
     /// Its options.
     pub options: QueueOptions,
+    /// Its selector.
+    pub selector: Option<Binding>,
+    /// Its filter.
+    pub filter: Option<Binding>,
+}
+
+impl Queue {
+    /// All options by their names on the wire.
+    pub fn options_json(&self) -> serde_json::Value {
+        options_json(&self.options, self.selector.as_ref(), self.filter.as_ref())
+    }
+}
+
+/// All options and bindings by their names on the wire.
+pub fn options_json(
+    options: &QueueOptions,
+    selector: Option<&Binding>,
+    filter: Option<&Binding>,
+) -> serde_json::Value {
+    let mut json = options.to_json();
+    json["selector"] = selector.map_or(serde_json::Value::Null, |binding| binding.to_json(Kind::Selector));
+    json["filter"] = filter.map_or(serde_json::Value::Null, |binding| binding.to_json(Kind::Filter));
+    json
 }
 
 /// Finds a queue.
@@ -26,7 +50,7 @@ pub fn find(conn: &mut Conn, name: &str) -> Result<Option<Queue>, StoreError> {
         "SELECT id, namespace, task, lease_time, retry_limit, dead_letter_queue, dlq_after_max_retries,
                 delayed_processing, window_buffer, min_pop_wait_time, retention_enabled, retention_seconds,
                 completed_retention_seconds, max_wait_time_seconds, dedup_window_seconds, encryption_enabled,
-                priority, ttl, max_size, retry_delay, created_at
+                priority, ttl, max_size, retry_delay, created_at, selector, filter
          FROM queue WHERE name = $1",
         &[&name],
     )?;
@@ -35,6 +59,8 @@ pub fn find(conn: &mut Conn, name: &str) -> Result<Option<Queue>, StoreError> {
         namespace: row.get(1),
         task: row.get(2),
         created: row.get(20),
+        selector: row.get::<_, Option<&str>>(21).and_then(|text| Binding::stored(Kind::Selector, text)),
+        filter: row.get::<_, Option<&str>>(22).and_then(|text| Binding::stored(Kind::Filter, text)),
         options: QueueOptions {
             lease_time: row.get(3),
             retry_limit: row.get(4),
@@ -65,14 +91,18 @@ pub fn save(
     namespace: &str,
     task: &str,
     o: &QueueOptions,
+    selector: Option<&Binding>,
+    filter: Option<&Binding>,
 ) -> Result<Uuid, StoreError> {
+    let selector = selector.map(|binding| binding.to_json(Kind::Selector).to_string());
+    let filter = filter.map(|binding| binding.to_json(Kind::Filter).to_string());
     let rows = conn.query(
         "WITH c AS (UPDATE catalog SET version = version + 1)
          INSERT INTO queue AS q (id, name, namespace, task, lease_time, retry_limit, dead_letter_queue,
              dlq_after_max_retries, delayed_processing, window_buffer, min_pop_wait_time, retention_enabled,
              retention_seconds, completed_retention_seconds, max_wait_time_seconds, dedup_window_seconds,
-             encryption_enabled, priority, ttl, max_size, retry_delay)
-         VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20, $21)
+             encryption_enabled, priority, ttl, max_size, retry_delay, selector, filter)
+         VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20, $21, $22, $23)
          ON CONFLICT (name) DO UPDATE SET
              namespace = excluded.namespace, task = excluded.task, lease_time = excluded.lease_time,
              retry_limit = excluded.retry_limit, dead_letter_queue = excluded.dead_letter_queue,
@@ -84,13 +114,15 @@ pub fn save(
              max_wait_time_seconds = excluded.max_wait_time_seconds,
              dedup_window_seconds = excluded.dedup_window_seconds,
              encryption_enabled = excluded.encryption_enabled, priority = excluded.priority, ttl = excluded.ttl,
-             max_size = excluded.max_size, retry_delay = excluded.retry_delay
+             max_size = excluded.max_size, retry_delay = excluded.retry_delay,
+             selector = excluded.selector, filter = excluded.filter
          RETURNING q.id",
         &[
             &Uuid::now_v7(), &name, &namespace, &task, &o.lease_time, &o.retry_limit, &o.dead_letter_queue,
             &o.dlq_after_max_retries, &o.delayed_processing, &o.window_buffer, &o.min_pop_wait_time,
             &o.retention_enabled, &o.retention_seconds, &o.completed_retention_seconds, &o.max_wait_time_seconds,
             &o.dedup_window_seconds, &o.encryption_enabled, &o.priority, &o.ttl, &o.max_size, &o.retry_delay,
+            &selector, &filter,
         ],
     )?;
     Ok(rows[0].get(0))

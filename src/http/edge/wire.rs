@@ -275,7 +275,12 @@ mod tests {
         let head = "\r\nPOST /x HTTP/1.1\r\nHost: h\r\n";
         let cases = [
             (format!("{head}Content-Length: 5\r\n\r\nhello"), "hello"),
-            (format!("{head}Transfer-Encoding: chunked\r\n\r\n3;x=1\r\nhel\r\n2\r\nlo\r\n0\r\nT: 1\r\n\r\n"), "hello"),
+            (
+                format!(
+                    "{head}Transfer-Encoding: chunked\r\n\r\n3;x=1\r\nhel\r\n2\r\nlo\r\n0\r\nT: 1\r\n\r\n"
+                ),
+                "hello",
+            ),
             (format!("{head}Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n"), ""),
         ];
         for (text, expected) in cases {
