@@ -49,27 +49,55 @@
 
   (core instance $i (instantiate $filter))
   (alias core export $i "memory" (core memory $memory))
+  (alias core export $i "realloc" (core func $realloc))
+  (alias core export $i "done" (core func $done))
+  (alias core export $i "init" (core func $core-init))
+  (alias core export $i "filter" (core func $core-filter))
 
-  ;; The types of the interface, and the two functions with them.
+  ;; The core functions, lifted to the interface's types.
   (type $context (record
     (field "queue" string) (field "partition" string) (field "consumer-group" string)
     (field "now-ms" u64) (field "attempt" u32) (field "more" bool)))
   (type $message (record
     (field "id" string) (field "transaction-id" string) (field "created-ms" u64) (field "payload" (list u8))))
   (type $verdict (variant (case "deliver") (case "skip") (case "hold" u32) (case "dead-letter" string)))
-  (type $init-type (func (param "settings" (list (tuple string string))) (result (result (error string)))))
-  (type $filter-type (func
-    (param "context" $context) (param "messages" (list $message)) (result (result (list $verdict) (error string)))))
+  (func $init (param "settings" (list (tuple string string))) (result (result (error string)))
+    (canon lift (core func $core-init) (memory $memory) (realloc $realloc) (post-return $done)))
+  (func $judge
+    (param "context" $context) (param "messages" (list $message)) (result (result (list $verdict) (error string)))
+    (canon lift (core func $core-filter) (memory $memory) (realloc $realloc) (post-return $done)))
 
-  (func $init (type $init-type)
-    (canon lift (core func $i "init") (memory $memory) (realloc (func $i "realloc")) (post-return (func $i "done"))))
-  (func $filter-func (type $filter-type)
-    (canon lift (core func $i "filter") (memory $memory) (realloc (func $i "realloc")) (post-return (func $i "done"))))
+  ;; What an interface exports may only speak of types that it exports as well: this inner
+  ;; component takes everything in, and gives it out again under the interface's names.
+  (component $interface
+    (import "init" (func $init (param "settings" (list (tuple string string))) (result (result (error string)))))
+    (type $context' (record
+      (field "queue" string) (field "partition" string) (field "consumer-group" string)
+      (field "now-ms" u64) (field "attempt" u32) (field "more" bool)))
+    (import "type-context" (type $context-in (eq $context')))
+    (type $message' (record
+      (field "id" string) (field "transaction-id" string) (field "created-ms" u64) (field "payload" (list u8))))
+    (import "type-message" (type $message-in (eq $message')))
+    (type $verdict' (variant (case "deliver") (case "skip") (case "hold" u32) (case "dead-letter" string)))
+    (import "type-verdict" (type $verdict-in (eq $verdict')))
+    (import "filter" (func $judge
+      (param "context" $context-in) (param "messages" (list $message-in))
+      (result (result (list $verdict-in) (error string)))))
 
-  (instance $interface
-    (export "context" (type $context))
-    (export "message" (type $message))
-    (export "verdict" (type $verdict))
-    (export "init" (func $init))
-    (export "filter" (func $filter-func)))
-  (export "waspmq:plugin/message-filter@1.0.0" (instance $interface)))
+    (export $context "context" (type $context'))
+    (export $message "message" (type $message'))
+    (export $verdict "verdict" (type $verdict'))
+    (export "init" (func $init)
+      (func (param "settings" (list (tuple string string))) (result (result (error string)))))
+    (export "filter" (func $judge)
+      (func
+        (param "context" $context) (param "messages" (list $message))
+        (result (result (list $verdict) (error string))))))
+
+  (instance $exported (instantiate $interface
+    (with "init" (func $init))
+    (with "type-context" (type $context))
+    (with "type-message" (type $message))
+    (with "type-verdict" (type $verdict))
+    (with "filter" (func $judge))))
+  (export "waspmq:plugin/message-filter@1.0.0" (instance $exported)))

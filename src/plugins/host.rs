@@ -13,7 +13,7 @@ use super::{Cause, PluginError, PluginLimits, cut};
 
 /// Length of an epoch: the resolution of deadlines.
 pub const EPOCH: Duration = Duration::from_millis(1);
-/// The ticks stop when no call was made for this long.
+/// The ticks go on for this long after the last deadline, so that a busy broker does not start and stop them.
 const TICK_ON: Duration = Duration::from_millis(200);
 /// WebAssembly stack of a call; a core thread's own stack is several times as large.
 const WASM_STACK_BYTES: usize = 512 * 1024;
@@ -34,8 +34,8 @@ pub struct Host {
 }
 
 struct Clock {
-    /// When somebody last set a deadline, in milliseconds since `start`.
-    used: AtomicU64,
+    /// Until when epochs have to pass, in milliseconds since `start`.
+    until: AtomicU64,
     start: Instant,
     ticking: AtomicBool,
     thread: Mutex<Option<std::thread::Thread>>,
@@ -52,7 +52,7 @@ impl Host {
         config.memory_reservation(256 * 1024 * 1024);
         let engine = Engine::new(&config).map_err(|error| format!("cannot start wasmtime: {error}"))?;
         let clock = Arc::new(Clock {
-            used: AtomicU64::new(0),
+            until: AtomicU64::new(0),
             start: Instant::now(),
             ticking: AtomicBool::new(false),
             thread: Mutex::new(None),
@@ -65,10 +65,11 @@ impl Host {
         &self.engine
     }
 
-    /// Sees to it that epochs pass. Costs two loads while they already do.
-    pub fn keep_ticking(&self) {
+    /// Sees to it that epochs pass for so long (and a little longer). Costs next to nothing while they already do.
+    pub fn keep_ticking(&self, time: Duration) {
         let clock = &self.clock;
-        clock.used.store(clock.start.elapsed().as_millis() as u64, Ordering::Relaxed);
+        let until = (clock.start.elapsed() + time + TICK_ON).as_millis() as u64;
+        clock.until.fetch_max(until, Ordering::Relaxed);
         if clock.ticking.load(Ordering::Acquire) {
             return;
         }
@@ -124,23 +125,33 @@ impl Host {
 }
 
 fn tick(clock: &Clock, engine: &wasmtime::EngineWeak) {
+    let now = || clock.start.elapsed().as_millis() as u64;
+    let mut ticked = now();
     loop {
         std::thread::sleep(EPOCH);
-        match engine.upgrade() {
-            Some(engine) => engine.increment_epoch(),
-            None => return,
+        let Some(engine) = engine.upgrade() else { return };
+        // A sleep is longer than it should be: as many epochs as milliseconds.
+        while ticked < now() {
+            engine.increment_epoch();
+            ticked += 1;
         }
-        let idle =
-            (clock.start.elapsed().as_millis() as u64).saturating_sub(clock.used.load(Ordering::Relaxed));
-        if idle > TICK_ON.as_millis() as u64 {
-            clock.ticking.store(false, Ordering::Release);
-            while !clock.ticking.load(Ordering::Acquire) {
-                std::thread::park_timeout(Duration::from_secs(10));
-                if engine.upgrade().is_none() {
-                    return;
-                }
+        if now() <= clock.until.load(Ordering::Relaxed) {
+            continue;
+        }
+        let weak = engine.weak();
+        drop(engine);
+        clock.ticking.store(false, Ordering::SeqCst);
+        // Somebody may have asked for more between the two.
+        if now() <= clock.until.load(Ordering::SeqCst) {
+            clock.ticking.store(true, Ordering::SeqCst);
+        }
+        while !clock.ticking.load(Ordering::Acquire) {
+            std::thread::park_timeout(Duration::from_secs(10));
+            if weak.upgrade().is_none() {
+                return;
             }
         }
+        ticked = now();
     }
 }
 
@@ -326,8 +337,8 @@ pub fn failure(error: &wasmtime::Error) -> PluginError {
     };
     let said = match cause {
         Cause::Deadline => "it took longer than its deadline".to_owned(),
-        // The frames of the guest's stack come first; what happened comes last.
-        _ => cut(text.rsplit(": ").next().unwrap_or(&text)).to_owned(),
+        // Without the frames of the guest's stack, which come before it.
+        _ => cut(&error.root_cause().to_string()).to_owned(),
     };
     PluginError { cause, text: said }
 }

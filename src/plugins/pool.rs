@@ -231,7 +231,11 @@ impl Pool {
             }
             slot.paused_until = None;
         }
-        self.host.keep_ticking();
+        let deadline = match kind {
+            Kind::Selector => self.limits.selector_deadline,
+            Kind::Filter => self.limits.filter_deadline,
+        };
+        self.host.keep_ticking(deadline + if slot.live.is_none() { INIT_DEADLINE } else { Duration::ZERO });
         if slot.live.is_none() {
             match Live::new(&self.host, &self.limits, kind, binding, &slot.version) {
                 Ok(live) => slot.live = Some(live),

@@ -1,6 +1,8 @@
 //! The real binary on a database of its own, for one test.
 #![allow(dead_code, missing_docs)]
 
+pub mod guests;
+
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -120,6 +122,10 @@ impl Broker {
         self.call("GET", path, None)
     }
 
+    pub fn call_put(&self, path: &str, body: &Value) -> (u16, Value) {
+        self.call("PUT", path, Some(body))
+    }
+
     pub fn post(&self, path: &str, body: &Value) -> (u16, Value) {
         self.call("POST", path, Some(body))
     }
@@ -163,6 +169,7 @@ pub fn call(url: &str, method: &str, body: Option<&Value>) -> (u16, Value) {
         .into();
     let mut answer = match (method, body) {
         ("GET", _) => agent.get(url).call(),
+        ("PUT", Some(body)) => agent.put(url).send(body.to_string()),
         ("DELETE", _) => agent.delete(url).call(),
         ("POST", Some(body)) => agent.post(url).send(body.to_string()),
         ("POST", None) => agent.post(url).send_empty(),
