@@ -3,6 +3,7 @@
 use clap::{Parser, Subcommand, ValueEnum};
 use tracing_subscriber::EnvFilter;
 use waspmq::bench::{self, BenchOptions};
+use waspmq::plugins::trial::{self, PluginCommand};
 use waspmq::serve::{self, ServeOptions};
 use waspmq::store::{Database, schema};
 
@@ -36,6 +37,9 @@ enum Command {
         #[arg(long, env = "WASPMQ_DATABASE", hide_env_values = true)]
         database: String,
     },
+    /// Make, check and try plugins
+    #[command(subcommand)]
+    Plugin(PluginCommand),
     /// Put load on a running broker, and check what it promises
     Bench(BenchOptions),
 }
@@ -57,6 +61,7 @@ fn main() -> std::process::ExitCode {
     let result = match &cli.command {
         Command::Serve(options) => serve::serve(options),
         Command::Migrate { database } => migrate(database),
+        Command::Plugin(command) => trial::run(command),
         Command::Bench(options) => bench::bench(options),
     };
     match result {

@@ -20,7 +20,8 @@ fn broker_with(plugins: &[(&str, String)], options: &[&str]) -> (Broker, tempfil
     }
     let path = folder.path().to_str().unwrap();
     let cache = folder.path().join("cache");
-    let broker = Broker::with(&[&["--plugins", path, "--plugin-cache", cache.to_str().unwrap()], options].concat());
+    let broker =
+        Broker::with(&[&["--plugins", path, "--plugin-cache", cache.to_str().unwrap()], options].concat());
     (broker, folder)
 }
 
@@ -49,7 +50,8 @@ impl Others {
                 let started = Instant::now();
                 let (status, _) = common::call(&format!("{url}/api/v1/push"), "POST", Some(&body));
                 assert_eq!(status, 201);
-                let (status, answer) = common::call(&format!("{url}/api/v1/pop/queue/{queue}?autoAck=true"), "GET", None);
+                let (status, answer) =
+                    common::call(&format!("{url}/api/v1/pop/queue/{queue}?autoAck=true"), "GET", None);
                 assert_eq!(status, 200);
                 assert_eq!(answer["messages"][0]["data"], json!(rounds));
                 longest = longest.max(started.elapsed());
@@ -70,12 +72,14 @@ impl Others {
 fn fails(name: &str, guest: &FilterGuest<'_>, cause: &str, text: &str) {
     let (broker, _folder) = broker_with(&[(name, guest.text())], &[]);
     broker.push("q", "p", &[json!(1), json!(2)]);
-    let (status, answer) = broker.call_put("/api/v1/consumer-groups/g/queues/q/filter", &json!({"plugin": name}));
+    let (status, answer) =
+        broker.call_put("/api/v1/consumer-groups/g/queues/q/filter", &json!({"plugin": name}));
     assert_eq!(status, 200, "{answer}");
     let others = Others::start(&broker);
     for _ in 0..3 {
         let started = Instant::now();
-        let (status, answer) = broker.get("/api/v1/pop/queue/q?consumerGroup=g&subscriptionMode=all&wait=true&timeout=3000");
+        let (status, answer) =
+            broker.get("/api/v1/pop/queue/q?consumerGroup=g&subscriptionMode=all&wait=true&timeout=3000");
         assert_eq!((status, &answer["code"]), (503, &json!("plugin_failed")), "{name}: {answer}");
         let error = answer["error"].as_str().unwrap();
         assert!(error.contains(cause) && error.contains(text) && error.len() < 2_000, "{name}: {error}");
@@ -96,7 +100,12 @@ const LOOP: &str = "(loop $for-ever (br $for-ever)) (unreachable)";
 
 #[test]
 fn an_endless_loop_meets_its_deadline() {
-    fails("endless", &FilterGuest { filter: LOOP, ..FilterGuest::default() }, "deadline", "longer than its deadline");
+    fails(
+        "endless",
+        &FilterGuest { filter: LOOP, ..FilterGuest::default() },
+        "deadline",
+        "longer than its deadline",
+    );
 }
 
 #[test]
@@ -119,7 +128,8 @@ fn a_deep_recursion_is_a_trap_and_not_the_end() {
 fn fails_as(name: &str, text: String, cause: &str, words: &str) {
     let (broker, _folder) = broker_with(&[(name, text)], &[]);
     broker.push("q", "p", &[json!(1)]);
-    let (status, answer) = broker.call_put("/api/v1/consumer-groups/g/queues/q/filter", &json!({"plugin": name}));
+    let (status, answer) =
+        broker.call_put("/api/v1/consumer-groups/g/queues/q/filter", &json!({"plugin": name}));
     assert_eq!(status, 200, "{answer}");
     let (status, answer) = broker.get("/api/v1/pop/queue/q?consumerGroup=g&subscriptionMode=all");
     let error = answer["error"].as_str().unwrap_or_default();
@@ -136,7 +146,12 @@ fn a_trap_is_told() {
 #[test]
 fn a_wrong_number_of_verdicts_is_refused() {
     let filter = "(memory.fill (i32.const 60000) (i32.const 0) (i32.const 36)) (call $ok (i32.const 60000) (i32.add (local.get $count) (i32.const 1)))";
-    fails("generous", &FilterGuest { filter, ..FilterGuest::default() }, "answer", "3 verdicts for 2 messages");
+    fails(
+        "generous",
+        &FilterGuest { filter, ..FilterGuest::default() },
+        "answer",
+        "3 verdicts for 2 messages",
+    );
 }
 
 #[test]
@@ -166,7 +181,10 @@ fn many_strings_that_are_the_same_megabyte_are_not_copied() {
     let guest = FilterGuest { filter, ..FilterGuest::default() };
     let (broker, _folder) = broker_with(&[("copies", guest.text())], &[]);
     broker.push("q", "p", &(0..256).map(|n| json!(n)).collect::<Vec<_>>());
-    assert_eq!(broker.call_put("/api/v1/consumer-groups/g/queues/q/filter", &json!({"plugin": "copies"})).0, 200);
+    assert_eq!(
+        broker.call_put("/api/v1/consumer-groups/g/queues/q/filter", &json!({"plugin": "copies"})).0,
+        200
+    );
     let (status, answer) = broker.get("/api/v1/pop/queue/q?consumerGroup=g&subscriptionMode=all&batch=1000");
     assert_eq!(status, 503, "{answer}");
     let (_, metrics) = broker.get("/metrics");
@@ -184,7 +202,8 @@ fn a_flood_of_log_lines_is_dammed() {
       (core instance $libc (instantiate $libc))
       (alias core export $libc "memory" (core memory $shared))
       (core func $log (canon lower (func $logging "log") (memory $shared)))"#;
-    let filter = "(loop $more (call $log (i32.const 2) (i32.const 4096) (i32.const 500000)) (br $more)) (unreachable)";
+    let filter =
+        "(loop $more (call $log (i32.const 2) (i32.const 4096) (i32.const 500000)) (br $more)) (unreachable)";
     let guest = FilterGuest {
         imports,
         with: r#"(with "host" (instance (export "log" (func $log))))"#,
@@ -211,12 +230,16 @@ fn what_is_not_there_traps_when_it_is_called_and_a_stranger_is_refused_by_name()
         };
         guest.text()
     };
-    let (broker, _folder) = broker_with(&[("sleeper", sleep("wasi:strange")), ("spy", sleep("evil:net"))], &[]);
+    let (broker, _folder) =
+        broker_with(&[("sleeper", sleep("wasi:strange")), ("spy", sleep("evil:net"))], &[]);
     let spy = plugin(&broker, "spy");
     assert_eq!(spy["status"], "failed");
     assert!(spy["error"].as_str().unwrap().contains("evil:net/clock@0.2.0"), "{spy}");
     broker.push("q", "p", &[json!(1)]);
-    assert_eq!(broker.call_put("/api/v1/consumer-groups/g/queues/q/filter", &json!({"plugin": "sleeper"})).0, 200);
+    assert_eq!(
+        broker.call_put("/api/v1/consumer-groups/g/queues/q/filter", &json!({"plugin": "sleeper"})).0,
+        200
+    );
     let started = Instant::now();
     let (status, answer) = broker.get("/api/v1/pop/queue/q?consumerGroup=g&subscriptionMode=all");
     assert_eq!(status, 503, "{answer}");
@@ -228,17 +251,21 @@ fn an_init_that_fails_hangs_or_loops_at_start_is_a_refusal() {
     let failing = "(i32.store (i32.const 0) (i32.const 1)) (i32.store (i32.const 4) (i32.const 512)) (i32.store (i32.const 8) (i32.const 4))
         (i32.store (i32.const 512) (i32.const 0x6f6e206f)) (i32.const 0)";
     let init = |init| FilterGuest { init, ..FilterGuest::default() }.text();
-    let start = FilterGuest::default()
-        .text()
-        .replace("    (func $ok (param", "(func $spin (loop $l (br $l))) (start $spin)\n    (func $ok (param");
-    let (broker, _folder) = broker_with(&[("refuses", init(failing)), ("hangs", init(LOOP)), ("spins", start)], &[]);
+    let start = FilterGuest::default().text().replace(
+        "    (func $ok (param",
+        "(func $spin (loop $l (br $l))) (start $spin)\n    (func $ok (param",
+    );
+    let (broker, _folder) =
+        broker_with(&[("refuses", init(failing)), ("hangs", init(LOOP)), ("spins", start)], &[]);
     broker.push("q", "p", &[json!(1)]);
     let others = Others::start(&broker);
     for (name, words) in [("refuses", "o no"), ("hangs", "longer than"), ("spins", "longer than")] {
-        let (status, answer) = broker.call_put("/api/v1/consumer-groups/g/queues/q/filter", &json!({"plugin": name}));
+        let (status, answer) =
+            broker.call_put("/api/v1/consumer-groups/g/queues/q/filter", &json!({"plugin": name}));
         assert_eq!((status, &answer["code"]), (400, &json!("plugin_refused")), "{name}: {answer}");
         assert!(answer["error"].as_str().unwrap().contains(words), "{name}: {answer}");
-        let (status, _) = broker.post("/api/v1/configure", &json!({"queue": "q", "options": {"filter": name}}));
+        let (status, _) =
+            broker.post("/api/v1/configure", &json!({"queue": "q", "options": {"filter": name}}));
         assert_eq!(status, 400, "{name}");
     }
     others.end();
@@ -261,7 +288,10 @@ fn a_filter_that_gets_slower_is_stopped_and_paused() {
         .replace("(memory (export \"memory\") 1)", "(memory (export \"memory\") 10)");
     let (broker, _folder) = broker_with(&[("tired", text)], &["--filter-deadline-ms", "20"]);
     broker.push("q", "p", &(0..100).map(|n| json!(n)).collect::<Vec<_>>());
-    assert_eq!(broker.call_put("/api/v1/consumer-groups/g/queues/q/filter", &json!({"plugin": "tired"})).0, 200);
+    assert_eq!(
+        broker.call_put("/api/v1/consumer-groups/g/queues/q/filter", &json!({"plugin": "tired"})).0,
+        200
+    );
     let (mut good, mut bad) = (0, 0);
     let limit = Instant::now() + Duration::from_secs(60);
     while good < 100 {
@@ -286,8 +316,21 @@ fn selectors_that_misbehave_leave_the_built_in_order() {
     let plugins = [
         ("endless", selector("", LOOP), "deadline"),
         ("trap", selector("", "(unreachable)"), "trap"),
-        ("beyond", selector("", &format!("{write}77777)) (call $ok (i32.const 65000) (i32.const 1))")), "answer"),
-        ("twice", selector("", &format!("{write}0)) (i32.store (i32.const 65004) (i32.const 0)) (call $ok (i32.const 65000) (i32.const 2))")), "answer"),
+        (
+            "beyond",
+            selector("", &format!("{write}77777)) (call $ok (i32.const 65000) (i32.const 1))")),
+            "answer",
+        ),
+        (
+            "twice",
+            selector(
+                "",
+                &format!(
+                    "{write}0)) (i32.store (i32.const 65004) (i32.const 0)) (call $ok (i32.const 65000) (i32.const 2))"
+                ),
+            ),
+            "answer",
+        ),
         ("long", selector("", "(call $ok (i32.const 0) (i32.const 300000))"), "trap"),
     ];
     let texts: Vec<(&str, String)> = plugins.iter().map(|(name, text, _)| (*name, text.clone())).collect();
@@ -303,8 +346,12 @@ fn selectors_that_misbehave_leave_the_built_in_order() {
         assert_eq!(plugin(&broker, name)["errors"][cause], 1, "{name}: {}", plugin(&broker, name));
         // A binding may say that the pop fails with it.
         let binding = json!({"plugin": name, "onError": "fail"});
-        assert_eq!(broker.call_put(&format!("/api/v1/consumer-groups/g/queues/{queue}/selector"), &binding).0, 200);
-        let (status, answer) = broker.get(&format!("/api/v1/pop/queue/{queue}?consumerGroup=g&subscriptionMode=all"));
+        assert_eq!(
+            broker.call_put(&format!("/api/v1/consumer-groups/g/queues/{queue}/selector"), &binding).0,
+            200
+        );
+        let (status, answer) =
+            broker.get(&format!("/api/v1/pop/queue/{queue}?consumerGroup=g&subscriptionMode=all"));
         assert_eq!((status, &answer["code"]), (503, &json!("plugin_failed")), "{name}: {answer}");
         let found = broker.pop(&format!("/queue/{queue}?consumerGroup=g&subscriptionMode=all&selector=none"));
         assert_eq!(found.len(), 1, "{name}");
@@ -313,7 +360,8 @@ fn selectors_that_misbehave_leave_the_built_in_order() {
 
 #[test]
 fn a_selector_that_withholds_everything_costs_a_poll_and_no_core() {
-    let (broker, _folder) = broker_with(&[("miser", selector("", "(call $ok (i32.const 0) (i32.const 0))"))], &[]);
+    let (broker, _folder) =
+        broker_with(&[("miser", selector("", "(call $ok (i32.const 0) (i32.const 0))"))], &[]);
     broker.push("q", "p", &[json!(1)]);
     assert_eq!(broker.pop("/queue/q?selector=miser").len(), 0);
     let started = Instant::now();
@@ -342,7 +390,8 @@ fn files_that_are_no_plugins_are_told_and_do_no_harm() {
     let cache = folder.path().join("cache");
     let broker = Broker::with(&["--plugins", path, "--plugin-cache", cache.to_str().unwrap()]);
     let (_, list) = broker.get("/api/v1/plugins");
-    let names: Vec<&str> = list["plugins"].as_array().unwrap().iter().map(|p| p["name"].as_str().unwrap()).collect();
+    let names: Vec<&str> =
+        list["plugins"].as_array().unwrap().iter().map(|p| p["name"].as_str().unwrap()).collect();
     assert_eq!(names, ["Bad_Name", "empty", "good", "huge", "module", "text", "truncated", "truncated2"]);
     for name in names {
         let shown = plugin(&broker, name);
@@ -374,7 +423,10 @@ fn heavy_replacements_under_load_lose_nothing_and_fail_no_pop() {
                     let url = format!("{url}/api/v1/pop/queue/q?autoAck=true&wait=true&timeout=500&batch=10");
                     let (status, answer) = common::call(&url, "GET", None);
                     assert!(status == 200 || status == 204, "{status}: {answer}");
-                    popped.fetch_add(answer["messages"].as_array().map_or(0, Vec::len) as u64, Ordering::Relaxed);
+                    popped.fetch_add(
+                        answer["messages"].as_array().map_or(0, Vec::len) as u64,
+                        Ordering::Relaxed,
+                    );
                 }
             })
         })

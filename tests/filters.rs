@@ -25,7 +25,8 @@ fn options(folder: &tempfile::TempDir) -> [&str; 2] {
 fn start() -> (Broker, tempfile::TempDir) {
     let folder = letters();
     let cache = folder.path().join("cache");
-    let broker = Broker::with(&[&options(&folder)[..], &["--plugin-cache", cache.to_str().unwrap()]].concat());
+    let broker =
+        Broker::with(&[&options(&folder)[..], &["--plugin-cache", cache.to_str().unwrap()]].concat());
     (broker, folder)
 }
 
@@ -134,7 +135,9 @@ fn a_filter_that_matches_little_finds_it_and_the_lag_falls() {
             (0..1_000).map(|n| json!(if n == 500 && block % 10 == 9 { "d" } else { "s" })).collect();
         broker.push("q", &format!("p{}", block % 4), &payloads);
     }
-    let found = broker.pop("/queue/q?consumerGroup=g&subscriptionMode=all&filter=letters&wait=true&timeout=30000&autoAck=true");
+    let found = broker.pop(
+        "/queue/q?consumerGroup=g&subscriptionMode=all&filter=letters&wait=true&timeout=30000&autoAck=true",
+    );
     assert_eq!(found.len(), 1);
     let more = broker.pop("/queue/q?consumerGroup=g&wait=true&timeout=30000&autoAck=true");
     assert_eq!(more.len(), 1);
@@ -149,7 +152,10 @@ fn bindings_are_stored_shown_followed_and_taken_away() {
     let (broker, folder) = start();
     let second = Broker::on(&broker.database, &options(&folder));
     push(&broker, "q", &["s0", "d1"]);
-    let (status, answer) = broker.post("/api/v1/configure", &json!({"queue": "q", "options": {"filter": {"plugin": "letters", "settings": {"a": "b"}}}}));
+    let (status, answer) = broker.post(
+        "/api/v1/configure",
+        &json!({"queue": "q", "options": {"filter": {"plugin": "letters", "settings": {"a": "b"}}}}),
+    );
     assert_eq!(status, 200);
     let expected = json!({"plugin": "letters", "settings": {"a": "b"}, "onError": "block"});
     assert_eq!(answer["options"]["filter"], expected);
@@ -169,7 +175,8 @@ fn bindings_are_stored_shown_followed_and_taken_away() {
         std::thread::sleep(Duration::from_millis(100));
     }
     // A group's own goes before the queue's.
-    let (status, _) = broker.call_put(path, &json!({"plugin": "letters", "settings": {}, "onError": "deliver"}));
+    let (status, _) =
+        broker.call_put(path, &json!({"plugin": "letters", "settings": {}, "onError": "deliver"}));
     assert_eq!(status, 200);
     let (_, shown) = second.get(path);
     assert_eq!((&shown["source"], &shown["filter"]["onError"]), (&json!("group"), &json!("deliver")));
@@ -205,7 +212,8 @@ fn a_group_has_one_filter() {
     assert_eq!(pop("consumerGroup=h&subscriptionMode=all").0, 200);
     assert_eq!(pop("consumerGroup=h&filter=letters").0, 409);
     // A targeted pop may be the first as well.
-    let (status, answer) = broker.get("/api/v1/pop/queue/q/partition/p?consumerGroup=t&subscriptionMode=all&filter=letters");
+    let (status, answer) =
+        broker.get("/api/v1/pop/queue/q/partition/p?consumerGroup=t&subscriptionMode=all&filter=letters");
     assert_eq!((status, &answer["messages"][0]["data"]), (200, &json!("d1")));
     assert_eq!(broker.get("/api/v1/pop?namespace=q&filter=letters").0, 400);
 }
@@ -265,7 +273,9 @@ fn whatever_happens_every_message_ends_where_its_verdict_says() {
             lanes
                 .iter()
                 .enumerate()
-                .map(|(n, lane)| (n, lane.iter().filter(|t| kind.contains(&t.chars().next().unwrap())).cloned().collect()))
+                .map(|(n, lane)| {
+                    (n, lane.iter().filter(|t| kind.contains(&t.chars().next().unwrap())).cloned().collect())
+                })
                 .collect()
         };
         let delivered = expected(&['d', 'h']);
@@ -283,7 +293,8 @@ fn whatever_happens_every_message_ends_where_its_verdict_says() {
             for span in found.chunk_by(|a, b| a["partition"] == b["partition"]) {
                 let lane: usize = span[0]["partition"].as_str().unwrap()[1..].parse().unwrap();
                 let done = acked.entry(lane).or_default();
-                let due: Vec<&str> = delivered[&lane].iter().skip(done.len()).take(span.len()).map(String::as_str).collect();
+                let due: Vec<&str> =
+                    delivered[&lane].iter().skip(done.len()).take(span.len()).map(String::as_str).collect();
                 assert_eq!(texts(span), due, "seed {seed}, lane {lane}: not what comes next");
                 if auto {
                     done.extend(texts(span).into_iter().map(str::to_owned));
@@ -317,7 +328,11 @@ fn whatever_happens_every_message_ends_where_its_verdict_says() {
             }
         }
         // What is left at the ends of the lanes is passed over or dead-lettered.
-        assert!(broker.pop(&format!("/queue/{queue}?consumerGroup=g&wait=true&timeout=1500&partitions=3")).is_empty());
+        assert!(
+            broker
+                .pop(&format!("/queue/{queue}?consumerGroup=g&wait=true&timeout=1500&partitions=3"))
+                .is_empty()
+        );
         assert_eq!(acked, delivered, "seed {seed}");
         let (_, dead) = broker.get(&format!("/api/v1/dlq?queue={queue}&limit=1000"));
         let mut by_lane: BTreeMap<usize, Vec<String>> = (0..LANES).map(|n| (n, Vec::new())).collect();

@@ -411,54 +411,15 @@ pub fn bench(options: &BenchOptions) -> Result<(), String> {
     report(&run, &pushes, &pops, &before, &after)
 }
 
-/// Pushes `--prefill` messages in large batches, whatever `--batch` says.
+/// Pushes `--prefill` messages, in the batches that the pops are to meet. Returns where each producer stopped.
 fn prefill(run: &Run) -> Vec<Vec<u64>> {
     let o = &run.options;
     let each = o.prefill.div_ceil(o.producers as u64);
-    let filling = Run {
-        options: BenchOptions { batch: 500, spread: 5.min(o.partitions), rate: 0, ..o.clone() },
-        address: run.address.clone(),
-        queue: run.queue.clone(),
-        ledger: Ledger::new(0),
-        filler: run.filler.clone(),
-        measured_from: run.measured_from + Duration::from_secs(86_400),
-        until: run.until,
-        drained: AtomicBool::new(false),
-        sent: AtomicU64::new(0),
-        received: AtomicU64::new(0),
-        errors: AtomicU64::new(0),
-    };
-    let filling = &filling;
     std::thread::scope(|scope| {
         let threads: Vec<_> =
-            (0..o.producers).map(|n| scope.spawn(move || filling.fill(n, each, &run.ledger))).collect();
+            (0..o.producers).map(|n| scope.spawn(move || run.produce(n, each, Vec::new()).1)).collect();
         threads.into_iter().map(|thread| thread.join().unwrap_or_default()).collect()
     })
-}
-
-impl Run {
-    /// Pushes before the measurement, into another run's ledger.
-    fn fill(&self, producer: usize, messages: u64, ledger: &Ledger) -> Vec<u64> {
-        let streams = self.streams_of(producer);
-        let filling = Run {
-            options: self.options.clone(),
-            address: self.address.clone(),
-            queue: self.queue.clone(),
-            ledger: Ledger::new((self.options.partitions as usize).max(self.options.producers)),
-            filler: self.filler.clone(),
-            measured_from: self.measured_from,
-            until: self.until,
-            drained: AtomicBool::new(false),
-            sent: AtomicU64::new(0),
-            received: AtomicU64::new(0),
-            errors: AtomicU64::new(0),
-        };
-        let (_, next) = filling.produce(producer, messages, Vec::new());
-        for (stream, end) in streams.iter().zip(&next) {
-            ledger.stored(*stream, *end);
-        }
-        next
-    }
 }
 
 /// Shows how it goes until the time is over.
@@ -553,7 +514,7 @@ fn report(
     let commits = json!({
         "per_push": grew("waspmq_push_commits_total") / grew("waspmq_pushes_total").max(1.0),
         "per_ack": grew("waspmq_ack_commits_total") / grew("waspmq_acks_total").max(1.0),
-        "per_pop": grew("waspmq_claims_total") / (pops.calls.len() as f64).max(1.0),
+        "per_pop": grew("waspmq_claim_commits_total") / (pops.calls.len() as f64).max(1.0),
     });
     let result = json!({
         "queue": run.queue, "seconds": o.seconds, "producers": o.producers, "consumers": o.consumers, "batch": o.batch,
@@ -564,7 +525,7 @@ fn report(
         "push": latencies(&pushes.calls), "cycle": latencies(&pops.calls), "end_to_end": latencies(&pops.end_to_end),
         "commits": commits, "stored": stored, "delivered": delivered, "faults": faults,
     });
-    if pushes.calls.len() > 0 {
+    if !pushes.calls.is_empty() {
         println!(
             "pushes      {:>10.0}/s  {:>10.0} messages/s   p50 {} ms, p99 {} ms",
             result["pushes_per_s"].as_f64().unwrap_or(0.0),
@@ -573,7 +534,7 @@ fn report(
             result["push"]["p99_ms"]
         );
     }
-    if pops.calls.len() > 0 {
+    if !pops.calls.is_empty() {
         println!(
             "pop + ack   {:>10.0}/s  {:>10.0} messages/s   p50 {} ms, p99 {} ms",
             result["cycles_per_s"].as_f64().unwrap_or(0.0),

@@ -68,6 +68,8 @@ pub struct PopRequest {
     pub hints: Vec<(String, String)>,
     /// The filter that the group has, or gets on its first contact.
     pub filter: Option<Box<Binding>>,
+    /// The answer says which plugins had a hand in it.
+    pub explain: bool,
 }
 
 /// Which selector a pop asks for.
@@ -219,6 +221,7 @@ impl PopRequest {
             selector,
             hints,
             filter,
+            explain: query.boolean("explain", false)?,
         })
     }
 }
@@ -257,11 +260,13 @@ pub struct PopAnswer {
 }
 
 /// The body of a 200. `lease` is `None` for an auto-acked pop. `deliveries` must
-/// not be empty. An error if a stored segment cannot be read.
+/// not be empty. `explanation`: JSON objects, shown if the request asks for them. An
+/// error if a stored segment cannot be read.
 pub fn answer(
     request: &PopRequest,
     lease: Option<Uuid>,
     deliveries: &[Delivery],
+    explanation: &[serde_json::Value],
 ) -> Result<PopAnswer, CorruptSegment> {
     let bytes: usize = deliveries.iter().flat_map(|d| &d.segments).map(|s| s.data.len()).sum();
     let mut out = Vec::with_capacity(1024 + bytes * 2);
@@ -344,6 +349,10 @@ pub fn answer(
     }
     out.extend_from_slice(b"],\"partitionsClaimed\":");
     out.extend_from_slice(itoa::Buffer::new().format(deliveries.len()).as_bytes());
+    if request.explain {
+        out.extend_from_slice(b",\"explain\":");
+        out.extend_from_slice(serde_json::Value::from(explanation).to_string().as_bytes());
+    }
     out.push(b'}');
     Ok(PopAnswer { body: out, messages, hashes })
 }
@@ -426,7 +435,7 @@ mod tests {
             }],
         };
         let lease = Uuid::from_u128(5);
-        let answer = answer(&parse("").unwrap(), Some(lease), std::slice::from_ref(&delivery)).unwrap();
+        let answer = answer(&parse("").unwrap(), Some(lease), std::slice::from_ref(&delivery), &[]).unwrap();
         assert_eq!((answer.messages, answer.hashes), (1, vec![vec![segment::transaction_hash("t\"1")]]));
         assert!(String::from_utf8_lossy(&answer.body).contains(r#""data":{"a":[1.50]},"producerSub":"me""#));
         let json: serde_json::Value = serde_json::from_slice(&answer.body).unwrap();

@@ -314,12 +314,21 @@ impl Engine {
     /// Applies what became of an attempt's claims to the ring, and delivers.
     fn settle_judged(
         &mut self,
-        attempt: Attempt,
+        mut attempt: Attempt,
         filter: &Binding,
         judged: Vec<Judged>,
         failure: Option<PluginError>,
     ) {
         let (now_ms, auto) = (self.now_ms(), attempt.auto_ack());
+        let version = self.pool.version(&filter.plugin).map(|version| version.sha256.clone());
+        let queue = attempt.key.0.clone();
+        attempt.explain(|| {
+            let trims = || judged.iter().filter_map(|claim| claim.trim.as_ref());
+            serde_json::json!({"filter": filter.plugin, "sha256": version, "queue": &*queue,
+                "delivered": trims().map(|trim| trim.delivered.len()).sum::<usize>(),
+                "skipped": trims().map(|trim| trim.skipped).sum::<usize>(),
+                "deadLettered": trims().map(|trim| trim.dead_letters.len()).sum::<usize>()})
+        });
         let (mut deliveries, mut spans) = (Vec::new(), Vec::new());
         for Judged { span, trim, failed, .. } in judged {
             let partition = span.delivery.partition_id;

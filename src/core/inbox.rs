@@ -89,6 +89,8 @@ pub struct PopJob {
     pub partition_was_missing: bool,
     /// The filter it names is the group's.
     pub filter_agreed: bool,
+    /// What plugins did for it, if it asks to be told.
+    pub explanation: Vec<serde_json::Value>,
 }
 
 impl PopJob {

@@ -171,6 +171,7 @@ impl Cores {
             fill_until: None,
             partition_was_missing: false,
             filter_agreed: false,
+            explanation: Vec::new(),
         };
         self.send(core, Message::Pop(Box::new(job)));
     }

@@ -54,6 +54,17 @@ impl Attempt {
         self.pop.room()
     }
 
+    /// Remembers what a plugin did for it.
+    pub(super) fn explain(&mut self, what: impl FnOnce() -> serde_json::Value) {
+        let job = match &mut self.pop {
+            Popper::Waiting(_, job) => job,
+            Popper::Visiting(visit) => &mut visit.job,
+        };
+        if job.request.explain {
+            job.explanation.push(what());
+        }
+    }
+
     /// Whether its pop commits at once.
     pub(super) fn auto_ack(&self) -> bool {
         self.pop.job().request.auto_ack
@@ -226,7 +237,7 @@ impl Engine {
                         group.reach(visiting.filter.as_ref(), visit.left, visit.partitions_left);
                     let most = (partitions as usize).min(MAX_CANDIDATES);
                     let taken =
-                        match select(&mut self.pool, &mut self.link, group, &key, &visit.job, self.now) {
+                        match select(&mut self.pool, &mut self.link, group, &key, &mut visit.job, self.now) {
                             Ok(None) => group.ring.take(most, messages),
                             Ok(Some(order)) => group.ring.take_in_order(order, most, messages),
                             Err(reply) => {
@@ -311,7 +322,7 @@ impl Engine {
                 if group.should_fill(seq, now) || group.withheld.contains(&seq) {
                     continue;
                 }
-                let Some(job) = group.unpark(seq) else { continue };
+                let Some(mut job) = group.unpark(seq) else { continue };
                 if job.reply.is_gone() {
                     job.reply.send(Reply::no_content());
                     continue;
@@ -320,7 +331,7 @@ impl Engine {
                 let (messages, partitions) =
                     group.reach(filter.as_ref(), job.request.batch, job.request.partitions);
                 let most = (partitions as usize).min(MAX_CANDIDATES);
-                let taken = match select(&mut self.pool, &mut self.link, group, &key, &job, now) {
+                let taken = match select(&mut self.pool, &mut self.link, group, &key, &mut job, now) {
                     Ok(None) => group.ring.take(most, messages),
                     Ok(Some(order)) => group.ring.take_in_order(order, most, messages),
                     Err(reply) => {
@@ -650,7 +661,7 @@ impl Engine {
         spans: &[(i64, u64)],
     ) {
         let lease = (!job.request.auto_ack).then_some(lease);
-        let answer = match pop::answer(&job.request, lease, deliveries) {
+        let answer = match pop::answer(&job.request, lease, deliveries, &job.explanation) {
             Ok(answer) => answer,
             Err(error) => {
                 tracing::error!(partition = %deliveries[0].partition_id, %error, "cannot deliver");

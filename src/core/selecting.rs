@@ -24,6 +24,9 @@ use crate::store::plugin::facts;
 /// Partitions of one group that facts are kept of.
 const MAX_FACTS: usize = 50_000;
 
+/// Partitions that an explanation names.
+const EXPLAINED: usize = 20;
+
 /// What selectors are told of a partition.
 struct Fact {
     name: Arc<str>,
@@ -111,7 +114,7 @@ pub(super) fn select(
     link: &mut Link,
     group: &mut GroupState,
     key: &GroupKey,
-    job: &PopJob,
+    job: &mut PopJob,
     now: Instant,
 ) -> Result<Option<Vec<Uuid>>, Reply> {
     let info = group.info.as_ref();
@@ -156,7 +159,23 @@ pub(super) fn select(
         now_ms: now_ms(),
         hints: &hints,
     };
-    match pool.select(binding, (&key.0, &key.1), request, &candidates) {
+    let selected = pool.select(binding, (&key.0, &key.1), request, &candidates);
+    if job.request.explain {
+        let names = |order: &[u32]| -> Vec<&str> {
+            order.iter().take(EXPLAINED).map(|index| candidates[*index as usize].partition).collect()
+        };
+        let mut told = serde_json::json!({"selector": binding.plugin, "queue": &*key.0, "offered": candidates.len(),
+            "sha256": pool.version(&binding.plugin).map(|version| version.sha256.as_str())});
+        match &selected {
+            Ok(order) => {
+                told["chosen"] = order.len().into();
+                told["first"] = names(order).into();
+            }
+            Err(error) => told["error"] = error.text.as_str().into(),
+        }
+        job.explanation.push(told);
+    }
+    match selected {
         Ok(order) => Ok(Some(order.into_iter().map(|index| window[index as usize].0).collect())),
         Err(error) if binding.on_error == OnError::Fail => Err(Reply::from(&refusal(binding, &error))),
         Err(error) => {

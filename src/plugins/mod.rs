@@ -3,6 +3,7 @@
 //! - [`host`]: the engine, what a guest may call, its limits.
 //! - [`library`]: plugin directories: loading, compiling, the cache, replacement.
 //! - [`pool`]: a core's warm instances, and the calls with their deadline.
+//! - [`trial`]: the `plugin` command.
 //! - [`stats`]: what the plugins do, for operators.
 //!
 //! A *version* is one file's content, compiled. Cores hold versions by `Arc`: a
@@ -12,6 +13,7 @@ pub mod host;
 pub mod library;
 pub mod pool;
 pub mod stats;
+pub mod trial;
 mod wasi;
 
 /// Bindings of `wit/v1`, as a filter sees it.
