@@ -298,6 +298,7 @@ impl Engine {
                 group: unit.group.clone(),
                 partition: unit.partition,
                 pending: *pending,
+                committed: *after,
             });
         }
     }

@@ -356,7 +356,7 @@ impl Engine {
     fn apply_settled(&mut self, settled: &Settled) {
         let key = (settled.queue.clone(), settled.group.clone());
         if let Some(group) = group_mut(&mut self.groups, &key)
-            && group.settled(settled.partition, settled.pending)
+            && group.settled(settled.partition, settled.pending, settled.committed)
         {
             self.wake(&key);
         }

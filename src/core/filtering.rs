@@ -339,14 +339,15 @@ impl Engine {
                 Some(trim) => {
                     let over = if trim.leased > 0 { trim.leased } else { trim.finished };
                     let remaining = span.remaining + (total - over) as u64;
+                    let end = span.first + over as i64 - 1;
                     match trim.hold_ms {
                         Some(ms) if trim.leased == 0 => {
                             ring::Verdict::Later { until: now_ms + u64::from(ms), early_at: None }
                         }
                         _ if trim.leased > 0 => {
-                            ring::Verdict::Took { until: Some(now_ms + span.lasts_ms + 1), remaining }
+                            ring::Verdict::Took { until: Some(now_ms + span.lasts_ms + 1), end, remaining }
                         }
-                        _ => ring::Verdict::Took { until: None, remaining },
+                        _ => ring::Verdict::Took { until: None, end, remaining },
                     }
                 }
             };

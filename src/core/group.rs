@@ -308,12 +308,12 @@ impl GroupState {
     }
 
     /// A partition may be claimable again. True if somebody may want it.
-    pub fn settled(&mut self, partition: Uuid, pending: bool) -> bool {
+    pub fn settled(&mut self, partition: Uuid, pending: bool, committed: i64) -> bool {
         if pending {
             self.ring.promote(partition);
             self.withheld.clear();
         } else {
-            self.ring.finished(partition);
+            self.ring.finished(partition, committed);
         }
         self.note_targeted_ready();
         self.ring.has_ready() && self.has_waiters()

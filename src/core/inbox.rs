@@ -146,6 +146,8 @@ pub struct Settled {
     pub partition: Uuid,
     /// Whether messages are behind the cursor.
     pub pending: bool,
+    /// The cursor.
+    pub committed: i64,
 }
 
 /// A (queue, group) as the database has it.

@@ -505,7 +505,7 @@ impl Engine {
                         deliveries.push(delivery);
                         spans.push((first, lasts as u64));
                         let until = (!auto).then(|| until(lasts));
-                        Verdict::Took { until, remaining: remaining.max(0) as u64 }
+                        Verdict::Took { until, end, remaining: remaining.max(0) as u64 }
                     }
                     ClaimVerdict::Empty => Verdict::Empty,
                     ClaimVerdict::Leased(ms) => Verdict::Leased { until: until(ms) },
@@ -706,7 +706,13 @@ impl Engine {
                 for delivery in deliveries {
                     let (queue, partition) = (delivery.queue.as_str().into(), delivery.partition_id);
                     self.leases.release(lease, partition);
-                    self.settle(Settled { queue, group: group.clone(), partition, pending: true });
+                    self.settle(Settled {
+                        queue,
+                        group: group.clone(),
+                        partition,
+                        pending: true,
+                        committed: i64::MIN,
+                    });
                 }
             }
             Err(error) => tracing::warn!(%error, "cannot give back a claim; it expires"),

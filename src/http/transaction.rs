@@ -246,10 +246,10 @@ fn ack(
             }
         };
         match &verdict {
-            AckVerdict::Applied { queue, released, pending, .. } => {
+            AckVerdict::Applied { queue, released, pending, after, .. } => {
                 if *released {
                     let (queue, group) = (Arc::from(queue.as_str()), Arc::from(group));
-                    settled.push(Settled { queue, group, partition, pending: *pending });
+                    settled.push(Settled { queue, group, partition, pending: *pending, committed: *after });
                 }
             }
             AckVerdict::Missing => return Ok(Err(failed(partition, group, "consumer not found"))),
