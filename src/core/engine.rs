@@ -61,6 +61,8 @@ pub struct Engine {
     pub(super) dirty: HashSet<GroupKey>,
     pub(super) timers: BinaryHeap<Reverse<(Instant, GroupKey)>>,
     pub(super) next_seq: u64,
+    /// Counts turns of groups that read far.
+    pub(super) turns: usize,
 
     pub(super) pushes: Vec<Box<PushJob>>,
     pub(super) acks: Vec<DeferredAck>,
@@ -108,6 +110,7 @@ impl Engine {
             dirty: HashSet::new(),
             timers: BinaryHeap::new(),
             next_seq: 0,
+            turns: 0,
             pushes: Vec::new(),
             acks: Vec::new(),
             extends: Vec::new(),

@@ -26,7 +26,9 @@ const CALL_MESSAGES: usize = 256;
 const CALL_BYTES: usize = 1024 * 1024;
 /// Most messages that a scan reads ahead of its pop's batch in one claim: some
 /// milliseconds of work, so that other pops of the core are not kept waiting.
-pub const SCAN_MESSAGES: u32 = 1_000;
+pub const SCAN_MESSAGES: u32 = 500;
+/// A group that reads so many messages more than its pops take reads far.
+const FAR: u32 = 200;
 /// Most partitions that a scan claims at once.
 pub const SCAN_PARTITIONS: u32 = 32;
 /// A partition whose filter failed is tried again after this time, in milliseconds.
@@ -40,6 +42,8 @@ const BUSY_PAUSE: Duration = Duration::from_millis(1);
 pub struct Scan {
     messages: u32,
     partitions: u32,
+    /// Most of what was read last was not delivered.
+    yields_little: bool,
 }
 
 impl Scan {
@@ -48,8 +52,14 @@ impl Scan {
         (batch.max(self.messages), partitions.max(self.partitions))
     }
 
+    /// Whether its claims are so large that they are made one at a time.
+    pub fn is_far(&self) -> bool {
+        self.messages >= FAR && self.yields_little
+    }
+
     /// Learns from one pop: messages judged, and of them delivered.
     fn learn(&mut self, batch: u32, judged: u32, delivered: u32) {
+        self.yields_little = u64::from(delivered) * 4 < u64::from(judged);
         if delivered == 0 {
             self.messages = (self.messages.max(batch) * 2).min(SCAN_MESSAGES);
             self.partitions = (self.partitions.max(1) * 2).min(SCAN_PARTITIONS);

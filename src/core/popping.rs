@@ -173,16 +173,24 @@ impl Engine {
             if !self.link.is_up() {
                 return;
             }
-            // A filter that lets little through makes long rounds: others first.
-            if Instant::now() >= until {
-                break;
-            }
-            let attempts = self.attempts();
+            let attempts = self.attempts(false);
             if attempts.is_empty() {
                 break;
             }
             self.claim(attempts);
             self.now = Instant::now();
+            if self.now >= until {
+                break;
+            }
+        }
+        // A group whose filter lets little through reads far: one step of one such group a
+        // turn, in a claim of its own, so that it delays nobody by more than that.
+        if self.link.is_up() {
+            let attempts = self.attempts(true);
+            if !attempts.is_empty() {
+                self.claim(attempts);
+                self.now = Instant::now();
+            }
         }
         let keys: Vec<GroupKey> = self.dirty.iter().cloned().collect();
         for key in keys {
@@ -218,11 +226,12 @@ impl Engine {
         true
     }
 
-    /// Takes pops and candidates for one claim.
-    fn attempts(&mut self) -> Vec<Attempt> {
+    /// Takes pops and candidates for one claim: of the groups that read far, one; or of all others.
+    fn attempts(&mut self, far: bool) -> Vec<Attempt> {
         let mut attempts = Vec::new();
         let mut candidates = 0;
-        for mut visiting in std::mem::take(&mut self.visiting) {
+        let visiting = if far { Vec::new() } else { std::mem::take(&mut self.visiting) };
+        for mut visiting in visiting {
             if attempts.len() >= MAX_POPS {
                 self.visiting.push(visiting);
                 continue;
@@ -267,13 +276,26 @@ impl Engine {
             attempts.push(visiting);
         }
         let mut unknown = Vec::new();
-        let keys: Vec<GroupKey> = self.dirty.iter().cloned().collect();
+        let mut keys: Vec<GroupKey> = self.dirty.iter().cloned().collect();
+        if far && keys.len() > 1 {
+            // Each in its turn, whatever the order of the set.
+            self.turns = self.turns.wrapping_add(1);
+            keys.sort_unstable();
+            let by = self.turns % keys.len();
+            keys.rotate_left(by);
+        }
         for key in keys {
-            if attempts.len() >= MAX_POPS || candidates >= MAX_CALL_CANDIDATES {
+            if attempts.len() >= MAX_POPS
+                || candidates >= MAX_CALL_CANDIDATES
+                || (far && !attempts.is_empty())
+            {
                 break;
             }
             let (now, core) = (self.now, self.index);
             let Some(group) = group_mut(&mut self.groups, &key) else { continue };
+            if group.scan.is_far() != far {
+                continue;
+            }
             let mut names = std::mem::take(&mut group.targeted_ready);
             names.sort_unstable();
             names.dedup();
