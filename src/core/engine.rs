@@ -18,6 +18,7 @@ use super::leases::Leases;
 use super::link::Link;
 use super::metrics::Metrics;
 use super::popping::Attempt;
+use super::ring::Ring;
 use super::{Registry, owner_of_group};
 use crate::broker::answer::Reply;
 use crate::broker::error::ApiError;
@@ -201,6 +202,7 @@ impl Engine {
             Message::QueueInfos(asked, infos) => self.apply_infos(&asked, infos),
             Message::QueueDeleted(queue) => self.forget_queue(&queue),
             Message::GroupForgotten(queue, group) => self.forget_group(queue.as_deref(), &group),
+            Message::GroupMoved(queue, group) => self.group_moved(&(queue, group)),
             Message::FilterAgreed(job, info) => self.filter_agreed(job, *info),
             Message::Plugins(loaded) => self.pool.replace(loaded),
             Message::Stop => self.stopping = true,
@@ -392,6 +394,11 @@ impl Engine {
     ) {
         self.apply_seed(key, pending);
         let Some(group) = group_mut(&mut self.groups, key) else { return };
+        if std::mem::take(&mut group.reload) {
+            // It was read before the cursors were moved.
+            group.pages = Pages::Done;
+            return self.reseed(key);
+        }
         group.pages = match next {
             // Tried again with the next re-check.
             _ if failed => Pages::Paused(next),
@@ -648,6 +655,24 @@ impl Engine {
             self.remove_group(&key);
         }
         self.discovery.forget_group(group);
+    }
+
+    /// A group's cursors were moved: what is known of its partitions is worth nothing.
+    fn group_moved(&mut self, key: &GroupKey) {
+        let Some(group) = group_mut(&mut self.groups, key) else { return };
+        // No claim is under way while a message is handled.
+        group.ring = Ring::default();
+        group.facts = super::selecting::FactTable::default();
+        group.withheld.clear();
+        let names: Vec<Arc<str>> = group.targeted.keys().cloned().collect();
+        group.targeted_ready.extend(names);
+        if group.pages == Pages::Loading {
+            group.reload = true;
+        } else {
+            self.reseed(key);
+        }
+        self.dirty.insert(key.clone());
+        self.tell_watchers(key);
     }
 
     /// Answers what waits, as the last thing.

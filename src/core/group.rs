@@ -74,6 +74,8 @@ pub struct GroupState {
     pub ring: Ring,
     /// The look through all partitions.
     pub pages: Pages,
+    /// The page under way was read too early: look again.
+    pub reload: bool,
     /// All waiting pops by arrival.
     pub jobs: BTreeMap<u64, Box<PopJob>>,
     /// Those of them that take any partition.
@@ -120,6 +122,7 @@ impl GroupState {
             info: None,
             ring: Ring::default(),
             pages: Pages::Done,
+            reload: false,
             jobs: BTreeMap::new(),
             wildcard: BTreeSet::new(),
             targeted: HashMap::new(),

@@ -40,14 +40,29 @@ struct Hint {
     /// Queue.
     q: String,
     /// Partition id, name, messages.
+    #[serde(default)]
     p: Vec<(Uuid, String, u64)>,
+    /// Instead of partitions: a group whose cursors were moved or deleted (`q` empty: in all queues).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    g: Option<String>,
+    /// They were deleted.
+    #[serde(default)]
+    d: bool,
+}
+
+/// What cores and admin threads tell the other brokers.
+enum News {
+    /// Messages were committed.
+    Marks(Vec<(Arc<str>, Vec<(Uuid, Arc<str>, u64)>)>),
+    /// A group's cursors were moved, or deleted: queue, group.
+    Group(Option<String>, String, bool),
 }
 
 /// What cores tell the other brokers through.
 #[derive(Clone)]
 pub struct HintSender {
     others: Arc<AtomicBool>,
-    marks: Sender<Vec<(Arc<str>, Vec<(Uuid, Arc<str>, u64)>)>>,
+    news: Sender<News>,
 }
 
 impl HintSender {
@@ -55,7 +70,14 @@ impl HintSender {
     pub(super) fn marked(&self, marks: &HashMap<Arc<str>, Vec<(Uuid, Arc<str>, u64)>>) {
         if self.others.load(Ordering::Relaxed) {
             let marks = marks.iter().map(|(queue, partitions)| (queue.clone(), partitions.clone())).collect();
-            let _ = self.marks.send(marks);
+            let _ = self.news.send(News::Marks(marks));
+        }
+    }
+
+    /// A group's cursors were moved, or deleted.
+    pub(super) fn group_changed(&self, queue: Option<&str>, group: &str, deleted: bool) {
+        if self.others.load(Ordering::Relaxed) {
+            let _ = self.news.send(News::Group(queue.map(str::to_owned), group.to_owned(), deleted));
         }
     }
 }
@@ -68,9 +90,9 @@ pub(super) fn start(
 ) -> std::io::Result<(HintSender, Sender<()>, Vec<JoinHandle<()>>)> {
     let me = Uuid::now_v7();
     let others = Arc::new(AtomicBool::new(false));
-    let (marks, inbox) = unbounded();
+    let (news, inbox) = unbounded();
     let (stop, stopped) = bounded::<()>(0);
-    let sender = HintSender { others: others.clone(), marks };
+    let sender = HintSender { others: others.clone(), news };
     let spawn = |name: &str, run: Box<dyn FnOnce() + Send>| {
         std::thread::Builder::new().name(name.to_owned()).spawn(run)
     };
@@ -109,35 +131,40 @@ impl Lazy<'_> {
     }
 }
 
-fn speak(
-    database: &Database,
-    me: Uuid,
-    inbox: &Receiver<Vec<(Arc<str>, Vec<(Uuid, Arc<str>, u64)>)>>,
-    stopped: &Receiver<()>,
-) {
+fn speak(database: &Database, me: Uuid, inbox: &Receiver<News>, stopped: &Receiver<()>) {
     let mut conn = Lazy { database, name: "hints-out", conn: None };
     while !over(stopped, GATHER) {
         let mut gathered: HashMap<Arc<str>, HashMap<Uuid, (Arc<str>, u64)>> = HashMap::new();
-        for (queue, partitions) in inbox.try_iter().flatten() {
-            let of_queue = gathered.entry(queue).or_default();
-            for (id, name, messages) in partitions {
-                of_queue.entry(id).or_insert((name, 0)).1 += messages;
+        let mut payloads = Vec::new();
+        let mut add = |hint: &Hint| {
+            let text = serde_json::to_string(hint).ok();
+            payloads.extend(text.filter(|text| text.len() <= hint::MAX_PAYLOAD_BYTES));
+        };
+        for news in inbox.try_iter() {
+            match news {
+                News::Marks(marks) => {
+                    for (queue, partitions) in marks {
+                        let of_queue = gathered.entry(queue).or_default();
+                        for (id, name, messages) in partitions {
+                            of_queue.entry(id).or_insert((name, 0)).1 += messages;
+                        }
+                    }
+                }
+                News::Group(queue, group, d) => {
+                    add(&Hint { b: me, q: queue.unwrap_or_default(), p: Vec::new(), g: Some(group), d });
+                }
             }
         }
-        if gathered.is_empty() {
-            continue;
-        }
-        let mut payloads = Vec::new();
         for (queue, partitions) in gathered {
             let all: Vec<_> =
                 partitions.into_iter().map(|(id, (name, n))| (id, name.to_string(), n)).collect();
             // Names are at most 255 bytes, at most six times that as JSON.
             for few in all.chunks(4) {
-                let hint = Hint { b: me, q: queue.to_string(), p: few.to_vec() };
-                payloads.extend(
-                    serde_json::to_string(&hint).ok().filter(|text| text.len() <= hint::MAX_PAYLOAD_BYTES),
-                );
+                add(&Hint { b: me, q: queue.to_string(), p: few.to_vec(), g: None, d: false });
             }
+        }
+        if payloads.is_empty() {
+            continue;
         }
         if let Err(error) = conn.call(|conn| hint::notify(conn, &payloads)) {
             tracing::debug!(%error, "cannot send hints");
@@ -160,10 +187,20 @@ fn listen(database: &Database, me: Uuid, cores: &[Sender<Message>], stopped: &Re
         while !over(stopped, Duration::ZERO) && conn.looks_alive() {
             match hint::heard(&mut conn, Duration::from_millis(200)) {
                 Ok(payloads) => {
-                    let marks: Vec<Mark> = payloads
+                    let (groups, marks): (Vec<Hint>, Vec<Hint>) = payloads
                         .iter()
                         .filter_map(|text| serde_json::from_str::<Hint>(text).ok())
                         .filter(|hint| hint.b != me)
+                        .partition(|hint| hint.g.is_some());
+                    for hint in groups {
+                        let queue: Option<Arc<str>> = (!hint.q.is_empty()).then(|| hint.q.as_str().into());
+                        let group: Arc<str> = hint.g.unwrap_or_default().into();
+                        for core in cores {
+                            let _ = core.send(group_message(queue.clone(), group.clone(), hint.d));
+                        }
+                    }
+                    let marks: Vec<Mark> = marks
+                        .into_iter()
                         .map(|hint| Mark {
                             queue: hint.q.into(),
                             partitions: hint
@@ -184,6 +221,14 @@ fn listen(database: &Database, me: Uuid, cores: &[Sender<Message>], stopped: &Re
                 }
             }
         }
+    }
+}
+
+/// What a core is told of a group whose cursors were moved or deleted.
+pub(super) fn group_message(queue: Option<Arc<str>>, group: Arc<str>, deleted: bool) -> Message {
+    match (queue, deleted) {
+        (Some(queue), false) => Message::GroupMoved(queue, group),
+        (queue, _) => Message::GroupForgotten(queue, group),
     }
 }
 

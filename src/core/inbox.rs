@@ -55,6 +55,8 @@ pub enum Message {
     QueueDeleted(Arc<str>),
     /// A group was deleted (on this queue, or everywhere): its next pop is a first contact.
     GroupForgotten(Option<Arc<str>>, Arc<str>),
+    /// A group's cursors on a queue were moved: everything may have work, no lease is left.
+    GroupMoved(Arc<str>, Arc<str>),
     /// The filter that a pop names is its group's now.
     FilterAgreed(Box<PopJob>, Box<QueueInfo>),
     /// Other plugins can be called from now on.

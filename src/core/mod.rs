@@ -210,6 +210,13 @@ impl Cores {
         self.tell(|| Message::Marked(marks.clone()));
     }
 
+    /// Tells everybody that a group's cursors (on a queue, or on all) were moved or deleted.
+    pub fn group_changed(&self, queue: Option<&str>, group: &str, deleted: bool) {
+        self.hints.group_changed(queue, group, deleted);
+        let (queue, group): (Option<Arc<str>>, Arc<str>) = (queue.map(Into::into), group.into());
+        self.tell(|| hints::group_message(queue.clone(), group.clone(), deleted));
+    }
+
     /// Tells the owner of a (queue, group) that a partition may be claimable again.
     pub fn settle(&self, settled: Settled) {
         let owner = owner_of_group(&settled.queue, &settled.group, self.peers.len());

@@ -6,6 +6,7 @@ use serde_json::json;
 use uuid::Uuid;
 
 use super::edge::Method;
+use super::groups;
 use super::plugins;
 use super::router::App;
 use super::transaction;
@@ -34,6 +35,8 @@ pub enum Route {
     Message(String, String),
     /// `POST /api/v1/transaction`
     Transaction,
+    /// Consumer groups
+    Groups(groups::Route),
     /// Plugins and their bindings
     Plugins(plugins::Route),
     /// `GET /health`
@@ -67,8 +70,11 @@ pub fn find(parts: &[&str], method: Method) -> Option<(Route, &'static str)> {
         ["metrics"] => (Route::Metrics, "GET, HEAD"),
         ["metrics", "prometheus"] => (Route::Prometheus, "GET, HEAD"),
         parts => {
-            let (route, allowed) = plugins::find(parts, method)?;
-            (Route::Plugins(route), allowed)
+            if let Some((route, allowed)) = plugins::find(parts, method) {
+                return Some((Route::Plugins(route), allowed));
+            }
+            let (route, allowed) = groups::find(parts, method)?;
+            (Route::Groups(route), allowed)
         }
     })
 }
@@ -86,13 +92,13 @@ pub fn handle(app: &Arc<App>, route: Route, query: &str, body: Vec<u8>, reply: R
             Ok(Ok(Reply::json(200, body.to_string())))
         }),
         Route::Configure => with_database(app, reply, move |app, conn| configure(app, conn, &body)),
-        Route::Queues => match page(query, 1_000) {
+        Route::Queues => match page(&Query::new(query), 1_000) {
             Ok((limit, offset)) => with_database(app, reply, move |_, conn| {
                 Ok(Ok(Reply::json(200, inspect::queues(conn, limit, offset)?.to_string())))
             }),
             Err(error) => drop(reply.send(Reply::from(&error))),
         },
-        Route::Queue(name) => match page(query, 100_000) {
+        Route::Queue(name) => match page(&Query::new(query), 100_000) {
             Ok((limit, offset)) => with_database(app, reply, move |_, conn| {
                 Ok(match inspect::queue(conn, &name, limit, offset)? {
                     Some(found) => Ok(Reply::json(200, found.to_string())),
@@ -114,6 +120,7 @@ pub fn handle(app: &Arc<App>, route: Route, query: &str, body: Vec<u8>, reply: R
                 None => Err(ApiError::not_found("Message not found")),
             })
         }),
+        Route::Groups(route) => groups::handle(app, route, query, body, reply),
         Route::Plugins(route) => plugins::handle(app, route, body, reply),
         Route::Transaction => with_database(app, reply, move |app, conn| transaction::run(app, conn, &body)),
         Route::DeleteQueue(name) => with_database(app, reply, move |app, conn| {
@@ -134,8 +141,7 @@ pub fn handle(app: &Arc<App>, route: Route, query: &str, body: Vec<u8>, reply: R
 }
 
 /// `limit` and `offset` of a listing.
-fn page(query: &str, default: i64) -> Result<(i64, i64), ApiError> {
-    let query = Query::new(query);
+pub fn page(query: &Query<'_>, default: i64) -> Result<(i64, i64), ApiError> {
     let limit = query.integer("limit")?.unwrap_or(default);
     let offset = query.integer("offset")?.unwrap_or(0);
     if !(1..=100_000).contains(&limit) {

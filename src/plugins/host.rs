@@ -48,8 +48,8 @@ impl Host {
         config.wasm_component_model(true);
         config.epoch_interruption(true);
         config.max_wasm_stack(WASM_STACK_BYTES);
-        // A plugin's memory is reserved as it grows: many instances share a small machine.
-        config.memory_reservation(256 * 1024 * 1024);
+        // Each memory keeps its default reservation of 4 GiB of addresses (not of memory): with less,
+        // every access of a guest is checked.
         let engine = Engine::new(&config).map_err(|error| format!("cannot start wasmtime: {error}"))?;
         let clock = Arc::new(Clock {
             until: AtomicU64::new(0),

@@ -4,6 +4,7 @@
 pub mod ack;
 pub mod claim;
 pub mod conn;
+pub mod consumer_group;
 pub mod embedded;
 pub mod group;
 pub mod hint;
