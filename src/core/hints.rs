@@ -15,7 +15,7 @@ use uuid::Uuid;
 
 use super::engine::GroupKey;
 use super::inbox::{Mark, Message};
-use super::{Registry, owner_of_group};
+use super::{Maintenance, Registry, owner_of_group};
 use crate::store::group::pending_recent;
 use crate::store::{Conn, Database, StoreError, hint};
 
@@ -87,6 +87,7 @@ pub(super) fn start(
     database: &Database,
     peers: Arc<[Sender<Message>]>,
     registry: Arc<Registry>,
+    maintenance: Arc<Maintenance>,
 ) -> std::io::Result<(HintSender, Sender<()>, Vec<JoinHandle<()>>)> {
     let me = Uuid::now_v7();
     let others = Arc::new(AtomicBool::new(false));
@@ -101,7 +102,8 @@ pub(super) fn start(
     let (db, on, cores) = (database.clone(), stopped.clone(), peers.clone());
     let listener = spawn("hints-in", Box::new(move || listen(&db, me, &cores, &on)))?;
     let db = database.clone();
-    let keeper = spawn("keeper", Box::new(move || keep(&db, me, &others, &peers, &registry, &stopped)))?;
+    let keeper =
+        spawn("keeper", Box::new(move || keep(&db, me, &others, &peers, &registry, &maintenance, &stopped)))?;
     Ok((sender, stop, vec![speaker, listener, keeper]))
 }
 
@@ -238,14 +240,17 @@ fn keep(
     others: &AtomicBool,
     cores: &[Sender<Message>],
     registry: &Registry,
+    maintenance: &Maintenance,
     stopped: &Receiver<()>,
 ) {
     let mut conn = Lazy { database, name: "keeper", conn: None };
     let (mut looked, mut version) = (Instant::now(), None);
     loop {
-        match conn.call(|conn| Ok((hint::heartbeat(conn, me)?, hint::catalog_version(conn)?))) {
-            Ok((n, seen)) => {
+        match conn.call(|conn| Ok((hint::heartbeat(conn, me)?, hint::catalog(conn)?))) {
+            Ok((n, catalog)) => {
                 others.store(n > 0, Ordering::Relaxed);
+                maintenance.follow(&catalog);
+                let seen = catalog.version;
                 if version.replace(seen).is_some_and(|before| before != seen) {
                     cores.iter().for_each(|core| drop(core.send(Message::CatalogChanged)));
                 }

@@ -30,6 +30,7 @@ pub mod ring;
 pub mod selecting;
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Instant;
@@ -43,6 +44,7 @@ use crate::broker::answer::ReplyHandle;
 use crate::broker::pop::{PopRequest, PopTarget};
 use crate::broker::push::PushRequest;
 use crate::plugins::library::Library;
+use crate::store::hint::Catalog;
 use crate::store::{Database, StoreError};
 use admin::Admin;
 use engine::{Engine, GroupKey};
@@ -90,8 +92,27 @@ impl Registry {
     }
 }
 
+/// The maintenance modes, as this broker last saw them.
+#[derive(Default)]
+pub struct Maintenance {
+    /// Pushes are refused.
+    pub push: AtomicBool,
+    /// Pops find nothing.
+    pub pop: AtomicBool,
+}
+
+impl Maintenance {
+    /// Takes over what the database says.
+    pub fn follow(&self, catalog: &Catalog) {
+        self.push.store(catalog.push_maintenance, Ordering::Relaxed);
+        self.pop.store(catalog.pop_maintenance, Ordering::Relaxed);
+    }
+}
+
 /// The running core threads: where requests go.
 pub struct Cores {
+    /// The maintenance modes.
+    pub maintenance: Arc<Maintenance>,
     peers: Arc<[Sender<Message>]>,
     /// For admin requests.
     pub admin: Admin,
@@ -109,11 +130,12 @@ impl Cores {
         let (peers, inboxes): (Vec<_>, Vec<_>) = (0..cores).map(|_| unbounded()).unzip();
         let peers: Arc<[Sender<Message>]> = peers.into();
         let (registry, metrics) = (Arc::new(Registry::default()), Arc::new(Metrics::default()));
+        let maintenance = Arc::new(Maintenance::default());
         let own = Admin::start(database, "admin", ADMIN_THREADS, peers.clone()).map_err(thread)?;
         let admin =
             Admin::start(database, "http-admin", HTTP_ADMIN_THREADS, peers.clone()).map_err(thread)?;
         let (hints, stop, mut threads) =
-            hints::start(database, peers.clone(), registry.clone()).map_err(thread)?;
+            hints::start(database, peers.clone(), registry.clone(), maintenance.clone()).map_err(thread)?;
         for (index, inbox) in inboxes.into_iter().enumerate() {
             let name = format!("core-{index}");
             let conn = database.connect(&name)?;
@@ -132,7 +154,7 @@ impl Cores {
             let builder = std::thread::Builder::new().name(name).stack_size(CORE_STACK_BYTES);
             threads.push(builder.spawn(move || engine.run()).map_err(thread)?);
         }
-        Ok(Self { peers, admin, metrics, hints, stop: Mutex::new(Some((stop, threads))) })
+        Ok(Self { maintenance, peers, admin, metrics, hints, stop: Mutex::new(Some((stop, threads))) })
     }
 
     fn send(&self, core: usize, message: Message) {

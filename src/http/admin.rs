@@ -7,6 +7,7 @@ use uuid::Uuid;
 
 use super::edge::Method;
 use super::groups;
+use super::operations;
 use super::plugins;
 use super::router::App;
 use super::transaction;
@@ -35,6 +36,8 @@ pub enum Route {
     Message(String, String),
     /// `POST /api/v1/transaction`
     Transaction,
+    /// Messages, dead letters, traces, overviews, maintenance
+    Operations(operations::Route),
     /// Consumer groups
     Groups(groups::Route),
     /// Plugins and their bindings
@@ -60,9 +63,9 @@ pub fn find(parts: &[&str], method: Method) -> Option<(Route, &'static str)> {
                 if method == Method::Delete { Route::DeleteQueue(queue) } else { Route::Queue(queue) };
             (route, "GET, HEAD, DELETE")
         }
-        ["api", "v1", "dlq"] => (Route::DeadLetters, "GET, HEAD"),
-        ["api", "v1", "messages", partition, transaction] => {
-            (Route::Message((*partition).to_owned(), (*transaction).to_owned()), "GET, HEAD")
+        ["api", "v1", "dlq"] if method != Method::Delete => (Route::DeadLetters, "GET, HEAD, DELETE"),
+        ["api", "v1", "messages", partition, transaction] if method != Method::Delete => {
+            (Route::Message((*partition).to_owned(), (*transaction).to_owned()), "GET, HEAD, DELETE")
         }
         ["api", "v1", "transaction"] => (Route::Transaction, "POST"),
         ["health"] => (Route::Health, "GET, HEAD"),
@@ -73,8 +76,11 @@ pub fn find(parts: &[&str], method: Method) -> Option<(Route, &'static str)> {
             if let Some((route, allowed)) = plugins::find(parts, method) {
                 return Some((Route::Plugins(route), allowed));
             }
-            let (route, allowed) = groups::find(parts, method)?;
-            (Route::Groups(route), allowed)
+            if let Some((route, allowed)) = groups::find(parts, method) {
+                return Some((Route::Groups(route), allowed));
+            }
+            let (route, allowed) = operations::find(parts, method)?;
+            (Route::Operations(route), allowed)
         }
     })
 }
@@ -116,10 +122,11 @@ pub fn handle(app: &Arc<App>, route: Route, query: &str, body: Vec<u8>, reply: R
                 return Ok(Err(ApiError::not_found("Message not found")));
             };
             Ok(match inspect::message(conn, partition, &transaction)? {
-                Some(found) => Ok(Reply::json(200, found.to_string())),
+                Some(found) => Ok(Reply::json(200, found)),
                 None => Err(ApiError::not_found("Message not found")),
             })
         }),
+        Route::Operations(route) => operations::handle(app, route, query, body, reply),
         Route::Groups(route) => groups::handle(app, route, query, body, reply),
         Route::Plugins(route) => plugins::handle(app, route, body, reply),
         Route::Transaction => with_database(app, reply, move |app, conn| transaction::run(app, conn, &body)),
@@ -170,7 +177,7 @@ fn dead_letters(conn: &mut Conn, query: &Query<'_>) -> Outcome {
         limit,
         offset,
     };
-    Ok(Ok(Reply::json(200, inspect::dead_letters(conn, &asked)?.to_string())))
+    Ok(Ok(Reply::json(200, inspect::dead_letters(conn, &asked)?)))
 }
 
 /// What an admin request comes to: an answer, a refusal, or a fault of the database.

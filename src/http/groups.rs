@@ -11,7 +11,6 @@ use crate::broker::answer::{Reply, ReplyHandle};
 use crate::broker::error::ApiError;
 use crate::broker::query::Query;
 use crate::broker::time;
-use crate::core::inbox::Message;
 use crate::store::{Conn, Micros, consumer_group, group};
 
 /// A route about consumer groups.

@@ -1,6 +1,7 @@
 //! Routes: a request's path becomes work for a core, or for the admin side.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use percent_encoding::percent_decode_str;
@@ -66,7 +67,17 @@ pub fn handle(app: &Arc<App>, request: Request) {
         reply.send(answer);
         return;
     }
+    let maintenance = &app.cores.maintenance;
     match route {
+        Route::Push if maintenance.push.load(Ordering::Relaxed) => {
+            let error = ApiError {
+                status: 503,
+                code: "maintenance",
+                message: "pushes are in maintenance, nothing was stored; repeat the call later".to_owned(),
+            };
+            reply.send(Reply::from(&error));
+        }
+        Route::Pop(_) if maintenance.pop.load(Ordering::Relaxed) => drop(reply.send(Reply::no_content())),
         Route::Pop(pop) => match PopRequest::parse(pop, &Query::new(query), &app.pop_defaults) {
             Ok(request) => match own_selector_missing(app, &request) {
                 None => app.cores.pop(request, reply),

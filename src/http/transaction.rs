@@ -18,6 +18,7 @@ use crate::broker::transaction::{self, TransactionRequest};
 use crate::core::acking::{choose, outcome_of};
 use crate::core::inbox::{Mark, Settled};
 use crate::store::ack::{Ack, AckVerdict, Snapshot};
+use crate::store::messages::{self, DeadFilter};
 use crate::store::push::{
     Append, AppendVerdict, GAP_MESSAGES, Lane, append, load_hashes, resolve_partitions, segments_at,
 };
@@ -84,6 +85,66 @@ pub fn run(app: &App, conn: &mut Conn, body: &[u8]) -> Outcome {
                 std::thread::sleep(BUSY_PAUSE);
             }
         }
+    }
+}
+
+/// Pushes dead letters again, with fresh transaction ids, and removes them, in one transaction. Returns
+/// the pushes' results; empty: there are none.
+pub fn replay(app: &App, conn: &mut Conn, filter: &DeadFilter<'_>) -> Result<Vec<Value>, StoreError> {
+    let until = Instant::now() + BUSY_LIMIT;
+    loop {
+        conn.run(|client| client.batch_execute("BEGIN"))?;
+        let attempt = replay_once(conn, filter);
+        match attempt {
+            Ok(Attempt::Done { results, marks, .. }) => {
+                conn.run(|client| client.batch_execute("COMMIT"))?;
+                app.cores.announce(marks);
+                return Ok(results);
+            }
+            Ok(Attempt::Again | Attempt::Refused(_)) if Instant::now() < until => {
+                conn.run(|client| client.batch_execute("ROLLBACK"))?;
+                std::thread::sleep(BUSY_PAUSE);
+            }
+            Ok(_) => {
+                conn.run(|client| client.batch_execute("ROLLBACK"))?;
+                return Err(StoreError::Unavailable(
+                    "the partitions of the dead letters are locked".to_owned(),
+                ));
+            }
+            Err(error) => {
+                if !error.is_connection() {
+                    let _ = conn.run(|client| client.batch_execute("ROLLBACK"));
+                }
+                return Err(error);
+            }
+        }
+    }
+}
+
+fn replay_once(conn: &mut Conn, filter: &DeadFilter<'_>) -> Result<Attempt, StoreError> {
+    let dead = messages::lock_dead(conn, filter)?;
+    // The payload's own bytes, spliced in: whatever was pushed once can be pushed again.
+    let mut body = b"{\"operations\":[{\"type\":\"push\",\"items\":[".to_vec();
+    for (n, letter) in dead.iter().enumerate() {
+        let head = json!({"queue": letter.queue, "partition": letter.partition, "traceId": letter.trace_id})
+            .to_string();
+        body.extend_from_slice(if n > 0 { b"," } else { b"" });
+        body.extend_from_slice(&head.as_bytes()[..head.len() - 1]);
+        body.extend_from_slice(b",\"payload\":");
+        body.extend_from_slice(&letter.payload);
+        body.push(b'}');
+    }
+    body.extend_from_slice(b"]}]}");
+    let request = transaction::parse(&body, None)
+        .map_err(|error| StoreError::Statement { code: "22000".into(), message: error.message })?;
+    let mut results = vec![Value::Null; request.results];
+    match push(conn, &request, &mut results)? {
+        Ok(marks) => {
+            let ids: Vec<Uuid> = dead.iter().map(|letter| letter.id).collect();
+            messages::delete_dead(conn, &ids)?;
+            Ok(Attempt::Done { results, marks, settled: Vec::new() })
+        }
+        Err(attempt) => Ok(attempt),
     }
 }
 

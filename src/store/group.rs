@@ -164,6 +164,15 @@ pub fn find_partition(conn: &mut Conn, queue: Uuid, partition: &str) -> Result<O
     Ok(rows.first().map(|row| row.get(0)))
 }
 
+/// Queue and name of a partition.
+pub fn place(conn: &mut Conn, partition: Uuid) -> Result<Option<(String, String)>, StoreError> {
+    let rows = conn.query(
+        "SELECT q.name, p.name FROM partition p JOIN queue q ON q.id = p.queue_id WHERE p.id = $1",
+        &[&partition],
+    )?;
+    Ok(rows.first().map(|row| (row.get(0), row.get(1))))
+}
+
 /// A partition with messages behind a group's cursor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PendingPartition {

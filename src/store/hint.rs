@@ -59,8 +59,30 @@ pub fn heard(conn: &mut Conn, wait: std::time::Duration) -> Result<Vec<String>, 
     })
 }
 
-/// Moves with every change of a queue's options and every deletion.
-pub fn catalog_version(conn: &mut Conn) -> Result<i64, StoreError> {
-    let rows = conn.query("SELECT version FROM catalog", &[])?;
-    Ok(rows.first().map_or(0, |row| row.get(0)))
+/// What all brokers of a database share.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Catalog {
+    /// Moves with every change of a queue's options and every deletion.
+    pub version: i64,
+    /// Pushes are refused.
+    pub push_maintenance: bool,
+    /// Pops find nothing.
+    pub pop_maintenance: bool,
+}
+
+/// Reads what all brokers share.
+pub fn catalog(conn: &mut Conn) -> Result<Catalog, StoreError> {
+    let rows = conn.query("SELECT version, push_maintenance, pop_maintenance FROM catalog", &[])?;
+    let row = &rows[0];
+    Ok(Catalog { version: row.get(0), push_maintenance: row.get(1), pop_maintenance: row.get(2) })
+}
+
+/// Switches a maintenance mode for all brokers.
+pub fn set_maintenance(conn: &mut Conn, pops: bool, enabled: bool) -> Result<(), StoreError> {
+    conn.query(
+        "UPDATE catalog SET push_maintenance = CASE WHEN $1 THEN push_maintenance ELSE $2 END,
+                            pop_maintenance = CASE WHEN $1 THEN $2 ELSE pop_maintenance END",
+        &[&pops, &enabled],
+    )
+    .map(|_| ())
 }

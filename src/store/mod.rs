@@ -9,10 +9,13 @@ pub mod embedded;
 pub mod group;
 pub mod hint;
 pub mod inspect;
+pub mod messages;
+pub mod overview;
 pub mod plugin;
 pub mod push;
 pub mod queue;
 pub mod schema;
+pub mod trace;
 
 pub use conn::{Conn, Database, StoreError};
 
